@@ -1,0 +1,1 @@
+"""Latte: pretraining of linear-time language models, TPU first."""

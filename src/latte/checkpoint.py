@@ -1,0 +1,203 @@
+"""Checkpoints: written by Orbax in the background, committed atomically, checked when restored.
+
+A checkpoint holds every array of a pytree under its path, and beside them a fingerprint of each, an
+integer sum over its bits that does not depend on how it is sharded. One that is damaged is named,
+and the one before it is used.
+"""
+
+import contextlib
+import errno
+import gc
+import io
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jaxtyping import Array, PyTree, UInt32
+
+from latte.errors import RunFailedError, UserError
+
+_log = logging.getLogger(__name__)
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # where Orbax prints what it also raises
+_FULL_DISK = ("No space left", "RESOURCE_EXHAUSTED", "Disk quota")
+"""What storage libraries say of a full disk."""
+
+_UNTIL_READS_END = 0.5
+"""Seconds, after a checkpoint was found to be damaged."""
+
+
+def _names(tree: PyTree) -> list[str]:
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+
+
+@jax.jit
+def _fingerprints(leaves: list[Array]) -> list[UInt32[Array, ""]]:
+    def one(x: Array) -> UInt32[Array, ""]:
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32).ravel()
+        # Odd multipliers that differ by place, so that exchanged values are noticed.
+        places = jax.lax.iota(jnp.uint32, bits.size)
+        return jnp.sum(bits * (2 * places + 1), dtype=jnp.uint32)
+
+    return [one(leaf) for leaf in leaves]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`; the newest `keep` stay.
+
+    Without `keep` they are only read: another process may be writing them.
+    A checkpoint is a dict of pytrees, each of which can be restored alone.
+    """
+
+    def __init__(self, folder: Path, keep: int | None = None):
+        self.folder, self._writes = folder, keep is not None
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=self._writes, cleanup_tmp_directories=self._writes
+        )
+        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+
+    def save(self, step: int, items: dict[str, PyTree]) -> None:
+        """Starts to write the state after `step` steps; returns when it is safe to go on."""
+        if step in self._manager.all_steps():
+            return
+        parts = {}
+        for item, tree in items.items():
+            names, leaves = _names(tree), jax.tree.leaves(tree)
+            sums = map(int, _fingerprints(leaves))
+            parts[item] = ocp.args.StandardSave(dict(zip(names, leaves, strict=True)))
+            parts[f"{item}_sums"] = ocp.args.JsonSave(dict(zip(names, sums, strict=True)))
+        with self._writing():
+            self._manager.save(step, args=ocp.args.Composite(**parts))
+
+    def wait(self) -> None:
+        """Returns when everything that was started is committed."""
+        with self._writing():
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and gives back threads."""
+        self.wait()
+        self._manager.close()
+
+    def steps(self) -> list[int]:
+        """After which steps there are committed checkpoints, in order."""
+        self._manager.reload()  # Orbax counts one that it only began
+        return sorted(self._manager.all_steps())
+
+    def restore(self, targets: dict[str, PyTree]) -> tuple[dict[str, PyTree], int] | None:
+        """The newest checkpoint that is whole, with the shapes and shardings of `targets`.
+
+        None where there is no checkpoint at all. Damaged ones are put aside once a whole one is
+        found: where all fail, the reason may lie elsewhere.
+
+        Raises:
+            UserError: there are checkpoints and every one is damaged.
+        """
+        damaged: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            items = self._try(step, targets)
+            if isinstance(items, str):
+                damaged[step] = items
+                continue
+            for worse, reason in damaged.items():
+                self._leave_out(worse, reason)
+            return items, step
+        if damaged:
+            raise UserError(
+                f"every checkpoint in {self.folder} is damaged (step {max(damaged)}: "
+                f"{damaged[max(damaged)]}); start again in another --run-dir"
+            )
+        return None
+
+    def _try(self, step: int, targets: dict[str, PyTree]) -> dict[str, PyTree] | str:
+        """A checkpoint's items, or what is wrong with it."""
+        with _silence():
+            try:
+                return {item: self._read(step, item, targets[item]) for item in targets}
+            except Exception as error:  # Whatever Orbax and its storage say of a damaged file.
+                reason = _reason(error)
+            # Orbax gave up on the other arrays, and each read prints pages when it ends.
+            time.sleep(_UNTIL_READS_END)
+            gc.collect()
+        return reason
+
+    def _read(self, step: int, item: str, target: PyTree) -> PyTree:
+        names = _names(target)
+        abstract = dict(zip(names, map(_abstract, jax.tree.leaves(target)), strict=True))
+        read = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                **{
+                    item: ocp.args.StandardRestore(abstract),
+                    f"{item}_sums": ocp.args.JsonRestore(),
+                }
+            ),
+        )
+        leaves = [read[item][name] for name in names]
+        for name, found in zip(names, map(int, _fingerprints(leaves)), strict=True):
+            if found != read[f"{item}_sums"][name]:
+                raise ValueError(f"the bits of {name} are not those that were saved")
+        return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+    def _leave_out(self, step: int, reason: str) -> None:
+        """Names a damaged checkpoint, and moves it away where a new one may take its place."""
+        moved = ""
+        if self._writes:
+            place = self.folder.parent / "damaged" / str(step)
+            shutil.rmtree(place, ignore_errors=True)
+            place.parent.mkdir(exist_ok=True)
+            shutil.move(self.folder / str(step), place)
+            self._manager.reload()
+            moved = f"moved to {place}; "
+        _log.warning(
+            "checkpoint %s is damaged (%s): %sthe one before it is used",
+            self.folder / str(step),
+            reason,
+            moved,
+        )
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turns a write that failed into a sentence that says what is left."""
+        try:
+            yield
+        except Exception as error:
+            words = _reason(error)
+            code = error.errno if isinstance(error, OSError) else None
+            full = code in (errno.ENOSPC, errno.EDQUOT) or any(w in str(error) for w in _FULL_DISK)
+            left = self.steps()
+            good = f"the last good one is of step {left[-1]}" if left else "there is none yet"
+            raise RunFailedError(
+                f"a checkpoint could not be written to {self.folder} "
+                f"({'the disk is full' if full else words}): {good}; "
+                "make room and run the same command again"
+            ) from error
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keeps this process from writing to stderr."""
+    logging.disable()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _reason(error: BaseException) -> str:
+    """What was wrong at first, on one line."""
+    while error.__cause__:
+        error = error.__cause__
+    words = " ".join(str(error).split())
+    return words[:200] if words else repr(error)
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -1,0 +1,281 @@
+"""The command `latte`.
+
+Exit status: 0, 1 for a run that failed, 2 for bad input (one sentence on stderr), 130 for Ctrl-C.
+Nothing here imports JAX before the input has been checked, so that a mistake costs no time.
+"""
+
+import argparse
+import dataclasses
+import errno
+import itertools
+import json
+import logging
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from latte.config import (
+    CONFIGS,
+    Config,
+    apply_overrides,
+    check_run_dir,
+    load,
+    nearest,
+    read_run_config,
+    settings,
+    validate,
+)
+from latte.errors import RunFailedError, UserError
+from latte.values import kind_name, show
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are UserErrors, and which never guesses at a prefix."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog, description=description, allow_abbrev=False, add_help=False)
+        self.add_argument("-h", "--help", action="store_true", help="show this and stop")
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+    def nearest_flag(self, word: str) -> str:
+        """The option that `word` nearly spells, as the end of a sentence; may be empty."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        return nearest(word.partition("=")[0], flags, cutoff=0.75)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit status."""
+    _show_warnings()
+    try:
+        return _dispatch("latte", _COMMANDS, list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        return _say(error, 2)
+    except RunFailedError as error:
+        return _say(error, 1)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except BrokenPipeError:
+        # The reader went away; what Python still holds for it must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" that holds {error.filename}" if error.filename else ""
+        return _say(f"the disk{where} is full; free some room and run the same command again", 2)
+
+
+def _show_warnings() -> None:
+    """Prints the package's own warnings as it prints its errors."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("latte: %(message)s"))
+    log = logging.getLogger("latte")
+    log.handlers, log.propagate = [handler], False
+
+
+def _say(message: object, status: int) -> int:
+    print(f"latte: {' '.join(str(message).split())}", file=sys.stderr)
+    return status
+
+
+def _dispatch(prog: str, commands: dict[str, tuple[Callable, str]], argv: list[str]) -> int:
+    if not argv:
+        raise UserError(f"no command; there are {', '.join(commands)}, see `{prog} --help`")
+    if argv[0] in ("-h", "--help"):
+        width = max(map(len, commands)) + 2
+        print(f"usage: {prog} COMMAND …\n")
+        for name, (_, summary) in commands.items():
+            print(f"  {name:{width}}{summary}")
+        print(f"\n`{prog} COMMAND --help` says more.")
+        return 0
+    if argv[0] not in commands:
+        near = nearest(argv[0], commands) or f"; there are {', '.join(commands)}"
+        raise UserError(f"unknown command {argv[0]!r}{near}")
+    run, summary = commands[argv[0]]
+    return run(_Parser(f"{prog} {argv[0]}", summary), argv[1:])
+
+
+# --- train and data: a config with overrides ---------------------------------------------------
+
+
+def _train(parser: _Parser, argv: list[str]) -> int:
+    _add_run_dir(parser, "where the run is kept, or goes on; by default runs/NAME of the config")
+    options, config = _configured(parser, argv)
+    if config is None:
+        return 0
+    run_dir = Path(options.run_dir or Path("runs") / config.name)
+    check_run_dir(run_dir, config)
+    from latte.train import train
+
+    train(config, run_dir)
+    return 0
+
+
+def _prepare(parser: _Parser, argv: list[str]) -> int:
+    _add_json(parser)
+    options, config = _configured(parser, argv)
+    if config is None:
+        return 0
+    from latte.data.prepare import prepare
+
+    store = prepare(config.data)
+    values: dict[str, Any] = {"store": str(store.folder), "vocab_size": store.manifest.vocab_size}
+    for split, count in store.manifest.splits.items():
+        values |= {f"{split}_{name}": n for name, n in dataclasses.asdict(count).items()}
+    _print(values, options.json)
+    return 0
+
+
+def _configured(parser: _Parser, argv: list[str]) -> tuple[argparse.Namespace, Config | None]:
+    """The options of a command that takes a config, and the config; None once help is shown."""
+    parser.add_argument(
+        "--config", metavar="NAME_OR_PATH", help=f"a file of {CONFIGS.name}/, or any .py file"
+    )
+    options, rest = parser.parse_known_args(argv)
+    if options.help:
+        print(parser.format_help().replace("\n\n", " [--SECTION.FIELD VALUE …]\n\n", 1), end="")
+        print(_describe(load(options.config) if options.config else Config(name="")))
+        return options, None
+    for word in rest:
+        near = parser.nearest_flag(word) if word.startswith("--") else ""
+        if near:
+            raise UserError(f"unknown option {word!r}{near}")
+    if options.config is None:
+        names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.py")))
+        raise UserError(f"--config is missing; name a config ({names}) or the path of a .py file")
+    config = load(options.config)
+    return options, validate(apply_overrides(config, rest))
+
+
+def _describe(config: Config) -> str:
+    """Every setting with its value in `config`, grouped by section, as help text."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    lines = []
+    for section, group in itertools.groupby(settings(config), lambda s: s.key.rpartition(".")[0]):
+        lines += ["", f"{section}:"] if section else []
+        for setting in group:
+            lines.append(f"  --{setting.key} {show(setting.value)}")
+            words = f"{setting.doc} ({kind_name(setting.kind)})"
+            lines.append(textwrap.indent(textwrap.fill(words, width - 6), " " * 6))
+    title = f"settings, with the values of {config.name}" if config.name else "settings"
+    return "\n".join([f"\n{title}:", *lines])
+
+
+# --- eval and generate: a finished or running run ----------------------------------------------
+
+
+def _eval(parser: _Parser, argv: list[str]) -> int:
+    _add_json(parser)
+    options = _of_run(parser, argv)
+    if options is None:
+        return 0
+    from latte.evaluate import evaluate_run
+
+    _print(evaluate_run(Path(options.run_dir)), options.json)
+    return 0
+
+
+def _generate(parser: _Parser, argv: list[str]) -> int:
+    parser.add_argument("--prompt", default="", help="text to go on from")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to write (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest (%(default)s)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="draw from the K likeliest; 0 from all (%(default)s)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw from the likeliest that together reach P (%(default)s)",
+    )
+    parser.add_argument("--batch", type=int, default=1, help="texts to write (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    _add_json(parser)
+    options = _of_run(parser, argv)
+    if options is None:
+        return 0
+    _check_sampling(options)
+    from latte.generate import generate_run
+
+    texts = generate_run(
+        Path(options.run_dir),
+        [options.prompt] * options.batch,
+        tokens=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    if options.json:
+        whole = ["".join(texts)] if options.batch == 1 else list(texts)
+        print(json.dumps([{"prompt": options.prompt, "text": text} for text in whole]))
+    elif options.batch == 1:
+        for piece in (options.prompt, *texts, "\n"):
+            print(piece, end="", flush=True)
+    else:
+        print("\n---\n".join(options.prompt + text for text in texts))
+    return 0
+
+
+def _check_sampling(options: argparse.Namespace) -> None:
+    for name, least in (("tokens", 1), ("batch", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+        value = getattr(options, name)
+        if not value >= least:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is {value}, but it must be at least {least}")
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p is {options.top_p}, but it must be above 0 and at most 1")
+
+
+def _of_run(parser: _Parser, argv: list[str]) -> argparse.Namespace | None:
+    """The options of a command that reads a run; None once help is shown."""
+    _add_run_dir(parser, "the run's directory")
+    options, rest = parser.parse_known_args(argv)
+    if options.help:
+        print(parser.format_help(), end="")
+        return None
+    if rest:
+        near = parser.nearest_flag(rest[0]) or f"; see `{parser.prog} --help`"
+        raise UserError(f"unknown argument {rest[0]!r}{near}")
+    if options.run_dir is None:
+        raise UserError(f"--run is missing; see `{parser.prog} --help`")
+    read_run_config(Path(options.run_dir))
+    return options
+
+
+def _add_run_dir(parser: _Parser, words: str) -> None:
+    parser.add_argument("--run", "--run-dir", dest="run_dir", metavar="DIR", help=words)
+
+
+def _add_json(parser: _Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for a program to read")
+
+
+def _print(values: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(values))
+        return
+    width = max(map(len, values), default=0) + 2
+    for key, value in values.items():
+        print(f"{key:{width}}{f'{value:.5g}' if isinstance(value, float) else value}")
+
+
+def _data(parser: _Parser, argv: list[str]) -> int:
+    commands = {"prepare": (_prepare, "tokenise a corpus into a token store")}
+    return _dispatch(parser.prog, commands, argv)
+
+
+_COMMANDS = {
+    "train": (_train, "train a model, or go on with a run that was stopped"),
+    "eval": (_eval, "the held-out loss of a run's newest checkpoint"),
+    "generate": (_generate, "text from a run's newest checkpoint"),
+    "data": (_data, "prepare corpora"),
+}

@@ -1,0 +1,91 @@
+"""Loss on held-out documents, and how the latents are used."""
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from latte.config import read_run_config
+from latte.data.batch import Batch
+from latte.data.heldout import HeldoutRows, heldout_rows
+from latte.data.prepare import prepare
+from latte.model import LanguageModel
+from latte.run import check_store, open_run
+
+
+@jax.jit
+def _sums(model: LanguageModel, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    sums = model.loss(*map(jnp.asarray, batch))
+    return sums.nll, jnp.sum(batch.weights)
+
+
+def evaluate(
+    model: LanguageModel,
+    rows: HeldoutRows,
+    *,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> dict[str, float]:
+    """Mean loss of the held-out targets (nats a token), perplexity, and bits per byte of text.
+
+    The end of each document is a target too, so bits per byte pays for it.
+    """
+    nats, targets = 0.0, 0.0
+    for batch in rows:
+        nll, weight = _sums(model, batch)
+        nats, targets = nats + float(nll), targets + float(weight)
+        advance(int(targets))
+    loss = nats / targets
+    return {
+        "heldout_loss": loss,
+        "heldout_perplexity": math.exp(min(loss, 700)),
+        "heldout_bits_per_byte": nats / math.log(2) / rows.bytes,
+        "heldout_tokens": int(targets),
+        "heldout_bytes": rows.bytes,
+    }
+
+
+class LatentUse(NamedTuple):
+    """How one layer uses its states: entropy of p(l|t) over its states as a share of the largest
+    possible, and the mean mass of the window's state (None without a window)."""
+
+    entropy: float
+    window_mass: float | None
+
+
+@jax.jit
+def latents(
+    model: LanguageModel, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+) -> list[Float[Array, "B T H L"] | None]:
+    """p(l|t) of every layer of a model for packed rows; None for layers without latents."""
+    return model.backbone.latents(tokens, segment_ids)
+
+
+def latent_use(p: Float[np.ndarray, "B T H L"], has_window: bool) -> LatentUse:
+    """Means over tokens and heads of one layer. Near-zero entropy is latent collapse."""
+    states = p.shape[-1]
+    nats = -np.sum(p * np.log(np.maximum(p, 1e-30)), axis=-1).mean()
+    entropy = float(nats) / math.log(states) if states > 1 else 0.0
+    return LatentUse(entropy, float(p[..., 0].mean()) if has_window else None)
+
+
+def first_rows(rows: Iterable[Batch], count: int) -> Batch:
+    """The first rows of an evaluation, to look at the latents of."""
+    return Batch(*(array[:count] for array in next(iter(rows))))
+
+
+def evaluate_run(run_dir: Path) -> dict[str, Any]:
+    """Evaluates a run's newest checkpoint on all of its held-out documents.
+
+    Raises:
+        UserError: there is no such run, or its corpus is not what it was.
+    """
+    store = prepare(read_run_config(run_dir).data)
+    check_store(run_dir, store)
+    config, _, model, step = open_run(run_dir)
+    rows = heldout_rows(store, config.train.sequence_length, config.train.batch_size)
+    return {"step": step, **evaluate(model, rows)}

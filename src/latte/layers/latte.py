@@ -1,0 +1,174 @@
+"""Latte as a layer: Latte, Latte-Conv, Latte-R, and each of them with a sliding window."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from latte.layers.linear import Linear, join_heads, split_heads
+from latte.layers.mixer import Mixer, Place
+from latte.layers.position import rotate
+from latte.ops.attention import empty_state as empty_attention_state
+from latte.ops.latte import bidirectional as latte_bidirectional
+from latte.ops.latte import empty_state as empty_latte_state
+from latte.ops.latte import latte
+from latte.ops.macchiato import MacchiatoState, macchiato
+from latte.ops.macchiato import bidirectional as macchiato_bidirectional
+
+
+class LatteLayerState(NamedTuple):
+    """Of what the logits are made from, and of the op."""
+
+    source: Any
+    op: Any
+
+
+class Latte(Mixer):
+    """Latent attention: logits from `source` of the input, values from the input (equation 19)."""
+
+    source: Mixer
+    project_q: Linear
+    project_k: Linear
+    project_v: Linear
+    project_out: Linear
+    heads: int = eqx.field(static=True)
+    theta: float | None = eqx.field(static=True)
+    causal: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        source: Mixer,
+        width: int,
+        *,
+        heads: int,
+        latents: int,
+        theta: float | None,
+        causal: bool,
+        gain_out: float,
+        key: PRNGKeyArray,
+    ):
+        """`latents` a head; theta is VAPOR's, None for values that are not rotated."""
+        keys = jax.random.split(key, 4)
+        self.source = source
+        self.project_q = Linear(width, heads * latents, key=keys[0])
+        self.project_k = Linear(width, heads * latents, key=keys[1])
+        self.project_v = Linear(width, width, key=keys[2])
+        self.project_out = Linear(width, width, key=keys[3], gain=gain_out)
+        self.heads, self.theta, self.causal = heads, theta, causal
+
+    def __call__(
+        self, x: Float[Array, "B T D"], place: Place, state: LatteLayerState | None = None
+    ) -> tuple[Float[Array, "B T D"], LatteLayerState | None]:
+        source, op = (None, None) if state is None else state
+        z, source = self.source(x, place, source)
+        q = split_heads(self.project_q(z), self.heads)
+        k = split_heads(self.project_k(z), self.heads)
+        v = split_heads(self.project_v(x), self.heads)
+        if self.theta is not None:
+            v = rotate(v, place.positions, self.theta, back=True)
+        if self.causal:
+            y, op = latte(q, k, v, segment_ids=place.segment_ids, state=op)
+        else:
+            y = latte_bidirectional(q, k, v, segment_ids=place.segment_ids)
+        if self.theta is not None:
+            y = rotate(y, place.positions, self.theta)
+        state = LatteLayerState(source, op) if self.causal else None
+        return self.project_out(join_heads(y)), state
+
+    def latents(self, x: Float[Array, "B T D"], place: Place) -> Float[Array, "B T H N"]:
+        """p(l|t) of a sequence."""
+        z, _ = self.source(x, place)
+        q = split_heads(self.project_q(z), self.heads)
+        return jax.nn.softmax(q.astype(jnp.float32), axis=-1)
+
+    def empty_state(self, batch: int, room: int) -> LatteLayerState:
+        latents = self.project_k.weight.shape[1] // self.heads
+        size = self.project_v.weight.shape[1] // self.heads
+        op = empty_latte_state(batch, self.heads, latents, size)
+        return LatteLayerState(self.source.empty_state(batch, room), op)
+
+
+class Macchiato(Mixer):
+    """Latte-Macchiato: state 0 of the mixture is a sliding window (equations 15 to 17).
+
+    The latents' logits come from `source` of the input; values, and the window's queries and keys,
+    from the input.
+    """
+
+    source: Mixer
+    project_q: Linear
+    project_k: Linear
+    project_v: Linear
+    project_window_q: Linear
+    project_window_k: Linear
+    project_out: Linear
+    heads: int = eqx.field(static=True)
+    kv_heads: int = eqx.field(static=True)
+    window: int = eqx.field(static=True)
+    theta: float | None = eqx.field(static=True)
+    causal: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        source: Mixer,
+        width: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        latents: int,
+        window: int,
+        theta: float | None,
+        causal: bool,
+        gain_out: float,
+        key: PRNGKeyArray,
+    ):
+        """`latents` a head; theta is RoPE's on the window, None for none."""
+        keys = jax.random.split(key, 6)
+        size = width // heads
+        self.source = source
+        self.project_q = Linear(width, heads * (latents + 1), key=keys[0])
+        self.project_k = Linear(width, heads * latents, key=keys[1])
+        self.project_v = Linear(width, kv_heads * size, key=keys[2])
+        self.project_window_q = Linear(width, heads * size, key=keys[3])
+        self.project_window_k = Linear(width, kv_heads * size, key=keys[4])
+        self.project_out = Linear(width, width, key=keys[5], gain=gain_out)
+        self.heads, self.kv_heads = heads, kv_heads
+        self.window, self.theta, self.causal = window, theta, causal
+
+    def __call__(
+        self, x: Float[Array, "B T D"], place: Place, state: LatteLayerState | None = None
+    ) -> tuple[Float[Array, "B T D"], LatteLayerState | None]:
+        source, op = (None, None) if state is None else state
+        z, source = self.source(x, place, source)
+        q = split_heads(self.project_q(z), self.heads)
+        k = split_heads(self.project_k(z), self.heads)
+        v = split_heads(self.project_v(x), self.kv_heads)
+        qw = split_heads(self.project_window_q(x), self.heads)
+        kw = split_heads(self.project_window_k(x), self.kv_heads)
+        if self.theta is not None:
+            qw, kw = (rotate(a, place.positions, self.theta) for a in (qw, kw))
+        arrays = (q, k, v, qw, kw)
+        settings = {"window": self.window, "segment_ids": place.segment_ids}
+        if self.causal:
+            y, op = macchiato(*arrays, state=op, **settings)
+        else:
+            y = macchiato_bidirectional(*arrays, **settings)
+        state = LatteLayerState(source, op) if self.causal else None
+        return self.project_out(join_heads(y)), state
+
+    def latents(self, x: Float[Array, "B T D"], place: Place) -> Float[Array, "B T H L"]:
+        """p(l|t) of a sequence, the window's state first."""
+        z, _ = self.source(x, place)
+        q = split_heads(self.project_q(z), self.heads)
+        return jax.nn.softmax(q.astype(jnp.float32), axis=-1)
+
+    def empty_state(self, batch: int, room: int) -> LatteLayerState:
+        latents = self.project_k.weight.shape[1] // self.heads
+        size = self.project_window_q.weight.shape[1] // self.heads
+        op = MacchiatoState(
+            empty_latte_state(batch, self.heads, latents, size),
+            empty_attention_state(batch, self.window - 1, self.kv_heads, size, size),
+        )
+        return LatteLayerState(self.source.empty_state(batch, room), op)

@@ -1,0 +1,32 @@
+"""Tests run on the CPU, or on a GPU with JAX_PLATFORMS=cuda; shapes are checked at each call."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+# Before any test module imports the package, in every worker of pytest-xdist.
+install_import_hook("latte", "beartype.beartype")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "error",
+        # What other packages call or leave open is theirs to mend.
+        "default::DeprecationWarning",
+        "default::PendingDeprecationWarning",
+        "default::ResourceWarning",
+        "default::pytest.PytestUnraisableExceptionWarning",
+        "error::DeprecationWarning:latte",
+    ):
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture
+def x64():
+    """Float64 for one test. It is off elsewhere, as in a run, so that dtypes must be explicit."""
+    with jax.enable_x64(True):
+        yield
