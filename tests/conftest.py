@@ -8,6 +8,9 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+# Meshes of one process: 8 devices of the CPU, of which a test without a mesh uses the first.
+jax.config.update("jax_num_cpu_devices", 8)
+
 # Before any test module imports the package, in every worker of pytest-xdist.
 install_import_hook("latte", "beartype.beartype")
 

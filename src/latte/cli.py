@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit status."""
-    _show_warnings()
+    _show_log()
     try:
         return _dispatch("latte", _COMMANDS, list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
@@ -71,12 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(f"the disk{where} is full; free some room and run the same command again", 2)
 
 
-def _show_warnings() -> None:
-    """Prints the package's own warnings as it prints its errors."""
+def _show_log() -> None:
+    """Prints what the package notes and warns of as it prints its errors."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("latte: %(message)s"))
     log = logging.getLogger("latte")
     log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
 
 
 def _say(message: object, status: int) -> int:

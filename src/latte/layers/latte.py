@@ -11,9 +11,9 @@ from latte.layers.linear import Linear, join_heads, split_heads
 from latte.layers.mixer import Mixer, Place
 from latte.layers.position import rotate
 from latte.ops.attention import empty_state as empty_attention_state
+from latte.ops.latte import LatteState, latte
 from latte.ops.latte import bidirectional as latte_bidirectional
 from latte.ops.latte import empty_state as empty_latte_state
-from latte.ops.latte import latte
 from latte.ops.macchiato import MacchiatoState, macchiato
 from latte.ops.macchiato import bidirectional as macchiato_bidirectional
 
@@ -25,15 +25,38 @@ class LatteLayerState(NamedTuple):
     op: Any
 
 
-class Latte(Mixer):
-    """Latent attention: logits from `source` of the input, values from the input (equation 19)."""
+class _OfLatents(Mixer):
+    """What both layers are: latents whose logits come from `source` of the input."""
 
     source: Mixer
     project_q: Linear
     project_k: Linear
+    heads: int = eqx.field(static=True)
+
+    def _logits(
+        self, x: Float[Array, "B T D"], place: Place, state: Any = None
+    ) -> tuple[Float[Array, "B T H L"], Float[Array, "B T H N"], Any]:
+        """Query and key logits, and the source's state."""
+        z, state = self.source(x, place, state)
+        q, k = (split_heads(project(z), self.heads) for project in (self.project_q, self.project_k))
+        return q, k, state
+
+    def latents(self, x: Float[Array, "B T D"], place: Place) -> Float[Array, "B T H L"]:
+        """p(l|t) of a sequence; of Latte-Macchiato the window's state first."""
+        q, _, _ = self._logits(x, place)
+        return jax.nn.softmax(q.astype(jnp.float32), axis=-1)
+
+    def _empty_latents(self, batch: int, size: int) -> LatteState:
+        """The op's state of `size` values a head before any token."""
+        latents = self.project_k.weight.shape[1] // self.heads
+        return empty_latte_state(batch, self.heads, latents, size)
+
+
+class Latte(_OfLatents):
+    """Latent attention: logits from `source` of the input, values from the input (equation 19)."""
+
     project_v: Linear
     project_out: Linear
-    heads: int = eqx.field(static=True)
     theta: float | None = eqx.field(static=True)
     causal: bool = eqx.field(static=True)
 
@@ -62,9 +85,7 @@ class Latte(Mixer):
         self, x: Float[Array, "B T D"], place: Place, state: LatteLayerState | None = None
     ) -> tuple[Float[Array, "B T D"], LatteLayerState | None]:
         source, op = (None, None) if state is None else state
-        z, source = self.source(x, place, source)
-        q = split_heads(self.project_q(z), self.heads)
-        k = split_heads(self.project_k(z), self.heads)
+        q, k, source = self._logits(x, place, source)
         v = split_heads(self.project_v(x), self.heads)
         if self.theta is not None:
             v = rotate(v, place.positions, self.theta, back=True)
@@ -77,34 +98,22 @@ class Latte(Mixer):
         state = LatteLayerState(source, op) if self.causal else None
         return self.project_out(join_heads(y)), state
 
-    def latents(self, x: Float[Array, "B T D"], place: Place) -> Float[Array, "B T H N"]:
-        """p(l|t) of a sequence."""
-        z, _ = self.source(x, place)
-        q = split_heads(self.project_q(z), self.heads)
-        return jax.nn.softmax(q.astype(jnp.float32), axis=-1)
-
     def empty_state(self, batch: int, room: int) -> LatteLayerState:
-        latents = self.project_k.weight.shape[1] // self.heads
-        size = self.project_v.weight.shape[1] // self.heads
-        op = empty_latte_state(batch, self.heads, latents, size)
+        op = self._empty_latents(batch, self.project_v.weight.shape[1] // self.heads)
         return LatteLayerState(self.source.empty_state(batch, room), op)
 
 
-class Macchiato(Mixer):
+class Macchiato(_OfLatents):
     """Latte-Macchiato: state 0 of the mixture is a sliding window (equations 15 to 17).
 
     The latents' logits come from `source` of the input; values, and the window's queries and keys,
     from the input.
     """
 
-    source: Mixer
-    project_q: Linear
-    project_k: Linear
     project_v: Linear
     project_window_q: Linear
     project_window_k: Linear
     project_out: Linear
-    heads: int = eqx.field(static=True)
     kv_heads: int = eqx.field(static=True)
     window: int = eqx.field(static=True)
     theta: float | None = eqx.field(static=True)
@@ -141,9 +150,7 @@ class Macchiato(Mixer):
         self, x: Float[Array, "B T D"], place: Place, state: LatteLayerState | None = None
     ) -> tuple[Float[Array, "B T D"], LatteLayerState | None]:
         source, op = (None, None) if state is None else state
-        z, source = self.source(x, place, source)
-        q = split_heads(self.project_q(z), self.heads)
-        k = split_heads(self.project_k(z), self.heads)
+        q, k, source = self._logits(x, place, source)
         v = split_heads(self.project_v(x), self.kv_heads)
         qw = split_heads(self.project_window_q(x), self.heads)
         kw = split_heads(self.project_window_k(x), self.kv_heads)
@@ -158,17 +165,10 @@ class Macchiato(Mixer):
         state = LatteLayerState(source, op) if self.causal else None
         return self.project_out(join_heads(y)), state
 
-    def latents(self, x: Float[Array, "B T D"], place: Place) -> Float[Array, "B T H L"]:
-        """p(l|t) of a sequence, the window's state first."""
-        z, _ = self.source(x, place)
-        q = split_heads(self.project_q(z), self.heads)
-        return jax.nn.softmax(q.astype(jnp.float32), axis=-1)
-
     def empty_state(self, batch: int, room: int) -> LatteLayerState:
-        latents = self.project_k.weight.shape[1] // self.heads
         size = self.project_window_q.weight.shape[1] // self.heads
         op = MacchiatoState(
-            empty_latte_state(batch, self.heads, latents, size),
+            self._empty_latents(batch, size),
             empty_attention_state(batch, self.window - 1, self.kv_heads, size, size),
         )
         return LatteLayerState(self.source.empty_state(batch, room), op)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
+from latte.ops import context
 from latte.ops.attention import gpu, tpu, xla
 from latte.ops.attention.scores import Score, Window
 from latte.ops.chunk import accumulator, visible
@@ -90,6 +91,7 @@ def attention(
     segment_ids: Int[Array, "B T"] | None = None,
     state: AttentionState | None = None,
     impl: str | None = None,
+    axis: str | None = None,
 ) -> tuple[Float[Array, "B T H D"], AttentionState]:
     """Attention of each token to those of its document that its window holds.
 
@@ -103,21 +105,27 @@ def attention(
         state: what an earlier call returned; its document goes on where the segment id is the same.
         impl: None, "reference", "xla" or "pallas"; one asked for by name never gives way to
             another.
+        axis: inside `jax.shard_map`, the mesh axis that T is spread over (`latte.ops.context`): a
+            part begins where those before it end, and the state returned is that of the part.
+            A window's part gets the tokens that it reaches from its left neighbour, full attention
+            all tokens from all.
 
     Returns:
         y and the state after the last token.
 
     Raises:
-        ValueError: H is no multiple of G, `impl` is not there, or a window that looks right is
-            given a state.
+        ValueError: H is no multiple of G, `impl` is not there, a window that looks right is given
+            a state or a part of a row, or a part is shorter than its window reaches.
     """
     batch, length, heads, key_size = q.shape
     kv_heads = v.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
     reach = Window.of(window)
-    if state is not None and reach.right != 0:
+    if (state is not None or axis is not None) and reach.right != 0:
         raise ValueError("a window that looks right has no state: give the whole sequence at once")
+    if axis is not None:
+        state = state_before(k, v, context.numbered(segment_ids), state, reach.left, axis)
     if state is None:
         kept = length if reach.left is None else reach.left * (reach.right == 0)
         runs = number_runs(segment_ids, jnp.full((batch,), EMPTY, jnp.int32), length)
@@ -135,6 +143,51 @@ def attention(
     y = form(q, k, v, runs.run, run_k, reach, score)
     seen = run_k == runs.run[:, -1:]
     return y, AttentionState(_last(k, kept), _last(v, kept), _last(seen, kept), runs.last)
+
+
+def state_before(
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G D"],
+    segment_ids: Int[Array, "B T"],
+    state: AttentionState | None,
+    left: int | None,
+    axis: str,
+) -> AttentionState:
+    """The cache before each device's part of a row that begins at `state`."""
+    length = v.shape[1]
+    if left is None:
+        if state is not None:
+            raise ValueError("full attention over several devices begins with its row, at no state")
+        return _all_before(k, v, segment_ids, axis)
+    if length < left:
+        raise ValueError(
+            f"a window that reaches {left} tokens back does not fit parts of {length} tokens: "
+            "spread the row over fewer devices"
+        )
+    if state is None:
+        state = empty_state(v.shape[0], left, v.shape[2], k.shape[3], v.shape[3], v.dtype)
+    part = AttentionState(
+        _last(k, left).astype(state.k.dtype),
+        _last(v, left).astype(state.v.dtype),
+        _last(segment_ids == segment_ids[:, -1:], left),
+        segment_ids[:, -1],
+    )
+    return context.from_left(part, axis, state)
+
+
+def _all_before(k: Array, v: Array, segment_ids: Int[Array, "B T"], axis: str) -> AttentionState:
+    """All tokens of the parts to the left, as a cache of the same size on every device."""
+    count, index, length = jax.lax.axis_size(axis), jax.lax.axis_index(axis), v.shape[1]
+
+    def gather(x: Array) -> Array:
+        whole = jax.lax.all_gather(x, axis, axis=1, tiled=True)
+        # Own tokens first, then those of later parts, then those of earlier ones in order.
+        return jnp.roll(whole, -index * length, axis=1)[:, length:]
+
+    segment = context.from_left(segment_ids[:, -1], axis, jnp.full(v.shape[:1], EMPTY, jnp.int32))
+    earlier = jnp.arange((count - 1) * length) >= (count - 1 - index) * length
+    seen = (gather(segment_ids) == segment[:, None]) & earlier
+    return AttentionState(gather(k), gather(v), seen, segment)
 
 
 def _last(x: Array, count: int) -> Array:

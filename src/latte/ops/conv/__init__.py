@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from latte.ops import context
 from latte.ops.chunk import accumulator
 from latte.ops.conv import xla
 from latte.ops.dispatch import choose
@@ -68,6 +69,7 @@ def conv(
     state: ConvState | None = None,
     impl: str | None = None,
     causal: bool = True,
+    axis: str | None = None,
 ) -> tuple[Float[Array, "B T W"], ConvState]:
     """Convolves T ≥ 1 tokens with K ≥ 1 taps.
 
@@ -79,12 +81,15 @@ def conv(
         state: where an earlier call ended; None for the empty state.
         impl: None, "reference" or "xla"; one asked for by name never gives way to another.
         causal: False centres the taps, for encoders, which see whole rows and keep no state.
+        axis: inside `jax.shard_map`, the mesh axis that T is spread over (`latte.ops.context`): a
+            part begins where those before it end, and the state returned is that of the part.
 
     Returns:
         y in x's dtype, and the state after the last token (the empty one where not causal).
 
     Raises:
-        ValueError: there is no implementation called `impl`, or a state is given where not causal.
+        ValueError: there is no implementation called `impl`, a state is given or T is spread where
+            not causal, or a part of T is shorter than the taps reach.
     """
     convolve = choose("conv", impl, _CONVOLVE)
     if state is not None and not causal:
@@ -94,6 +99,8 @@ def conv(
     ahead = 0 if causal else (taps - 1) // 2
     if state is None:
         state = empty_state(batch, width, taps, x.dtype)
+    if axis is not None:
+        state = _state_before(x, context.numbered(segment_ids), state, causal, axis)
     runs = number_runs(segment_ids, state.segment, length)
 
     # Run 0 is the state's own document; nothing after the last token is of any.
@@ -112,6 +119,24 @@ def conv(
     own = numbers[:, length:] == runs.run[:, -1:]
     state = ConvState(jnp.where(own[..., None], inputs[:, length:], 0), runs.last)
     return y.astype(x.dtype), state
+
+
+def _state_before(
+    x: Float[Array, "B T W"],
+    segment_ids: Int[Array, "B T"],
+    state: ConvState,
+    causal: bool,
+    axis: str,
+) -> ConvState:
+    """The state before each device's part of a row that begins at `state`."""
+    reach = state.inputs.shape[1]
+    if not causal:
+        raise ValueError("conv has no form for rows spread over devices where it is not causal")
+    if x.shape[1] < reach:
+        raise ValueError(f"conv reaches {reach} tokens back, over a part of {x.shape[1]}")
+    own = segment_ids[:, x.shape[1] - reach :] == segment_ids[:, -1:]
+    inputs = jnp.where(own[..., None], x[:, x.shape[1] - reach :], 0).astype(state.inputs.dtype)
+    return context.from_left(ConvState(inputs, segment_ids[:, -1]), axis, state)
 
 
 def reference(

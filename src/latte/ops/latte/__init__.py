@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from latte.ops import context
 from latte.ops.chunk import accumulator
 from latte.ops.dispatch import choose
 from latte.ops.latte import gpu, tpu, xla
 from latte.ops.latte.bidirectional import mix_bidirectional
-from latte.ops.latte.state import LatteState, empty_state, merge, scan_tokens
+from latte.ops.latte.state import LatteState, empty_state, merge, read_apart, scan_tokens
 from latte.ops.segments import Runs, number_runs
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "merge",
     "mix_bidirectional",
     "reference",
+    "state_before",
 ]
 
 
@@ -73,6 +75,7 @@ def latte(
     segment_ids: Int[Array, "B T"] | None = None,
     state: LatteState | None = None,
     impl: str | None = None,
+    axis: str | None = None,
 ) -> tuple[Float[Array, "B T H D"], LatteState]:
     """Causal latent attention over packed documents, exact for every finite input.
 
@@ -83,6 +86,8 @@ def latte(
         state: what an earlier call returned; its document goes on where the segment id is the same.
         impl: None, "reference", "xla" or "pallas"; one asked for by name never gives way to
             another.
+        axis: inside `jax.shard_map`, the mesh axis that T is spread over (`latte.ops.context`): a
+            part begins where those before it end, and the state returned is that of the part.
 
     Returns:
         y and the state after the last token.
@@ -93,10 +98,26 @@ def latte(
     batch, length, heads, latents = k.shape
     if state is None:
         state = empty_state(batch, heads, latents, v.shape[-1], accumulator(v.dtype))
+    if axis is not None:
+        state = state_before(k, v, segment_ids, state, axis)
     runs = number_runs(segment_ids, state.segment, length)
     # One token needs no kernel, and kernels have no float64.
     fits = length > 1 and v.dtype in (jnp.bfloat16, jnp.float32)
     return choose("latte", impl, _FORMS, _KERNELS, fits=fits)(q, k, v, runs, state)
+
+
+def state_before(
+    k: Float[Array, "B T H N"],
+    v: Float[Array, "B T H D"],
+    segment_ids: Int[Array, "B T"] | None,
+    state: LatteState,
+    axis: str,
+) -> LatteState:
+    """The state before each device's part of a row that begins at `state`."""
+    part = read_apart(k, v, context.numbered(segment_ids))
+    batch, heads, latents, size = part.s.shape
+    empty = empty_state(batch, heads, latents, size, part.s.dtype)
+    return context.before(part, merge, axis, empty, state)
 
 
 def reference(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
+from latte.ops.chunk import accumulator, products
 from latte.ops.segments import EMPTY
 
 
@@ -66,6 +67,20 @@ def scan_tokens(
 
     after, y = jax.lax.scan(body, state, tokens)
     return y, LatteState(*after)
+
+
+def read_apart(
+    k: Float[Array, "B T H N"], v: Float[Array, "B T H D"], segment_ids: Int[Array, "B T"]
+) -> LatteState:
+    """The state after these tokens, of the last document only, as if none came before them."""
+    last = segment_ids[:, -1]
+    own = segment_ids == last[:, None]
+    k = jnp.where(own[..., None, None], k.astype(accumulator(v.dtype)), -jnp.inf)
+    m = jax.lax.stop_gradient(jnp.max(k, axis=1))
+    weights = jnp.exp(k - m[:, None])
+    total = jnp.sum(weights, axis=1)
+    s = products(v.dtype)("bthn,bthd->bhnd", weights, v) / total[..., None]
+    return LatteState(m, jnp.log(total), s, last)
 
 
 def merge(left: LatteState, right: LatteState) -> LatteState:

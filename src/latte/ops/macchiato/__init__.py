@@ -42,6 +42,7 @@ def macchiato(
     segment_ids: Int[Array, "B T"] | None = None,
     state: MacchiatoState | None = None,
     impl: str | None = None,
+    axis: str | None = None,
 ) -> tuple[Float[Array, "B T H D"], MacchiatoState]:
     """Causal Latte-Macchiato over packed documents, exact for every finite input.
 
@@ -52,7 +53,7 @@ def macchiato(
         qw, kw: the window's queries and keys, already rotated.
         window: keys that a token sees through the window, itself included, W.
         scale, softcap: of the window's logits, as in `latte.ops.attention`.
-        segment_ids, state, impl: as in `latte.ops.latte`.
+        segment_ids, state, impl, axis: as in `latte.ops.latte`.
 
     Returns:
         y and the state after the last token.
@@ -72,10 +73,12 @@ def macchiato(
         segment_ids=segment_ids,
         state=local,
         impl=impl,
+        axis=axis,
     )
     # p over the latents is a softmax of its own, times the mass that the window leaves.
     values = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
-    far, latents = latte(q[..., 1:], k, values, segment_ids=segment_ids, state=latents, impl=impl)
+    shared = {"segment_ids": segment_ids, "impl": impl, "axis": axis}
+    far, latents = latte(q[..., 1:], k, values, state=latents, **shared)
     y = p[..., :1] * near + jnp.sum(p[..., 1:], axis=-1, keepdims=True) * far
     return y.astype(v.dtype), MacchiatoState(latents, local)
 

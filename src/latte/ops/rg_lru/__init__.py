@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from latte.ops import context
 from latte.ops.chunk import accumulator
 from latte.ops.dispatch import choose
 from latte.ops.rg_lru import gpu, tpu, xla
@@ -72,6 +73,7 @@ def rg_lru(
     state: RGLRUState | None = None,
     impl: str | None = None,
     reverse: bool = False,
+    axis: str | None = None,
 ) -> tuple[Float[Array, "B T W"], RGLRUState]:
     """Runs the recurrence over T ≥ 1 tokens.
 
@@ -85,12 +87,14 @@ def rg_lru(
             another.
         reverse: runs from the last token to the first, for encoders: a document then begins at its
             last token, and the state is that of the first token.
+        axis: inside `jax.shard_map`, the mesh axis that T is spread over (`latte.ops.context`): a
+            part begins where those before it end, and the state returned is that of the part.
 
     Returns:
         h in x's dtype, and the state after the last token (the first one under `reverse`).
 
     Raises:
-        ValueError: there is no implementation called `impl`.
+        ValueError: there is no implementation called `impl`, or T is spread and runs in reverse.
     """
     batch, length, width = x.shape
     # One token needs no kernel, and kernels have no float64.
@@ -99,11 +103,52 @@ def rg_lru(
     dtype = accumulator(x.dtype)
     if state is None:
         state = empty_state(batch, width, dtype)
+    if axis is not None:
+        if reverse:
+            raise ValueError("rg_lru has no form for rows spread over devices in reverse")
+        state = _state_before((x, r, i, lam), segment_ids, state, impl, axis)
     ids = jnp.flip(segment_ids, 1) if reverse and segment_ids is not None else segment_ids
     runs = number_runs(ids, state.segment, length)
     first = jnp.flip(runs.first, 1) if reverse else runs.first
     h, last = recurrence(x, r, i, lam, first, state.h.astype(dtype), reverse)
     return h, RGLRUState(last, runs.last)
+
+
+class _Part(NamedTuple):
+    """A part read apart: the state after it, and the log of its decay of what came before."""
+
+    state: RGLRUState
+    log_decay: Float[Array, "B W"]
+
+
+def _merge(left: _Part, right: _Part) -> _Part:
+    """The part that two neighbours make."""
+    one = (left.state.segment == right.state.segment)[:, None]
+    h = right.state.h + jnp.where(one, jnp.exp(right.log_decay) * left.state.h, 0)
+    decay = jnp.where(one, left.log_decay, 0) + right.log_decay
+    return _Part(RGLRUState(h, right.state.segment), decay)
+
+
+def _state_before(
+    arrays: tuple[Array, Array, Array, Array],
+    segment_ids: Int[Array, "B T"] | None,
+    state: RGLRUState,
+    impl: str | None,
+    axis: str,
+) -> RGLRUState:
+    """The state before each device's part of a row that begins at `state`."""
+    _, r, _, lam = arrays
+    ids = context.numbered(segment_ids)
+    own = (ids == ids[:, -1:])[..., None]
+    wide = state.h.dtype
+    logs = jnp.where(own, log_decay(r.astype(wide), lam.astype(wide)), 0)
+    nothing = jnp.zeros_like(state.h)
+    # A part that goes on in a document has no first token of it: its multiplier is not 1.
+    before = RGLRUState(nothing, context.from_left(ids[:, -1], axis, state.segment))
+    after = rg_lru(*arrays, segment_ids=ids, state=before, impl=impl)[1]
+    part = _Part(after, jnp.sum(logs, axis=1))
+    empty = _Part(before._replace(segment=jnp.full_like(before.segment, EMPTY)), nothing)
+    return context.before(part, _merge, axis, empty, empty._replace(state=state)).state
 
 
 def reference(
