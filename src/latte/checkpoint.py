@@ -40,9 +40,12 @@ def _names(tree: PyTree) -> list[str]:
 @jax.jit
 def _fingerprints(leaves: list[Array]) -> list[UInt32[Array, ""]]:
     def one(x: Array) -> UInt32[Array, ""]:
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32).ravel()
-        # Odd multipliers that differ by place, so that exchanged values are noticed.
-        places = jax.lax.iota(jnp.uint32, bits.size)
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        # Odd multipliers that differ by place, so that exchanged values are noticed; the places of
+        # an array that is spread over devices are counted where they are.
+        places = jnp.zeros(bits.shape, jnp.uint32)
+        for axis, size in enumerate(bits.shape):
+            places = places * size + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
         return jnp.sum(bits * (2 * places + 1), dtype=jnp.uint32)
 
     return [one(leaf) for leaf in leaves]

@@ -168,6 +168,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """How the devices share the work; the product of the four is their number."""
+
+    data: int = 0
+    """Copies of the parameters, each with rows of its own; 0 takes the devices that are left."""
+    fsdp: int = 1
+    """Devices that share the parameters and optimizer state, each with rows of its own."""
+    context: int = 1
+    """Devices that share each row: T is spread over them."""
+    tensor: int = 1
+    """Devices that share the heads and the MLPs' hidden units of each layer."""
+
+
+@dataclass(frozen=True)
 class Config:
     """A run."""
 
@@ -181,6 +195,8 @@ class Config:
     """How its parameters are updated."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """The loop."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How the devices share the work."""
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -198,9 +214,14 @@ SAME_LOSSES = frozenset(
         "train.sample_tokens",
         "train.tensorboard",
         "train.wandb",
+        "mesh.data",
+        "mesh.fsdp",
+        "mesh.context",
+        "mesh.tensor",
     }
 )
-"""Settings that may change when a run goes on, because no training loss depends on them."""
+"""Settings that may change when a run goes on, because no training loss depends on them, or by
+rounding alone."""
 
 
 # --- fields ------------------------------------------------------------------------------------
@@ -379,6 +400,7 @@ def validate(config: Config) -> Config:
     _check_ranges(config)
     _check_model(config.model)
     _check_training(config)
+    _check_mesh(config)
     return config
 
 
@@ -394,6 +416,7 @@ _AT_LEAST = {
         "checkpoint_every keep",
         0: "seed sample_tokens",
     },
+    "mesh": {1: "fsdp context tensor", 0: "data"},
 }
 _ABOVE_ZERO = ("model.rope_theta", "optim.lr", "optim.epsilon")
 _SHARES = {
@@ -509,6 +532,39 @@ def _check_training(config: Config) -> None:
             "path of a sentencepiece .model file"
             + nearest(data.tokenizer, ("sentencepiece", "bytes"))
         )
+
+
+def _check_mesh(config: Config) -> None:
+    model, train, mesh = config.model, config.train, config.mesh
+    kv_heads = model.kv_heads or model.heads
+    for name, count in (("heads", model.heads), ("kv_heads", kv_heads), ("ff", model.ff)):
+        if count % mesh.tensor:
+            shares = [n for n in range(1, count + 1) if count % n == 0]
+            raise UserError(
+                f"mesh.tensor ({mesh.tensor}) does not divide model.{name} ({count}); "
+                f"take mesh.tensor {_near(mesh.tensor, shares)}"
+            )
+    parts, length = mesh.context * mesh.tensor, train.sequence_length
+    if length % parts:
+        below = length // parts * parts
+        raise UserError(
+            f"mesh.context × mesh.tensor ({parts}) does not divide train.sequence_length "
+            f"({length}); take train.sequence_length {_near(length, [below, below + parts])}"
+        )
+    part = length // mesh.context
+    reach = max(_reach(name, model) for name in model.pattern)
+    if mesh.context > 1 and part < reach:
+        raise UserError(
+            f"mesh.context ({mesh.context}) cuts rows into {part} tokens, fewer than the {reach} "
+            f"that a layer reaches back; take mesh.context {length // reach} or less"
+        )
+
+
+def _reach(mixer: str, model: ModelConfig) -> int:
+    """Tokens before a part of a row that a layer gets from its neighbour."""
+    parts = mixer.split("_")
+    reaches = {"swa": model.window - 1, "conv": model.conv_size - 1}
+    return max(reaches.get(part, 0) for part in parts)
 
 
 def _near(value: int, choices: Iterable[int]) -> str:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from latte.config import read_run_config
+from latte.config import MeshConfig, read_run_config
 from latte.data.batch import Batch
 from latte.data.heldout import HeldoutRows, heldout_rows
 from latte.data.prepare import prepare
+from latte.mesh import make_mesh, put_rows
 from latte.model import LanguageModel
 from latte.run import check_store, open_run
 
@@ -36,7 +37,7 @@ def evaluate(
     """
     nats, targets = 0.0, 0.0
     for batch in rows:
-        nll, weight = _sums(model, batch)
+        nll, weight = _sums(model, put_rows(batch, rows.batch_size))
         nats, targets = nats + float(nll), targets + float(weight)
         advance(int(targets))
     loss = nats / targets
@@ -79,13 +80,14 @@ def first_rows(rows: Iterable[Batch], count: int) -> Batch:
 
 
 def evaluate_run(run_dir: Path) -> dict[str, Any]:
-    """Evaluates a run's newest checkpoint on all of its held-out documents.
+    """Evaluates a run's newest checkpoint on all of its held-out documents, on all devices.
 
     Raises:
         UserError: there is no such run, or its corpus is not what it was.
     """
     store = prepare(read_run_config(run_dir).data)
     check_store(run_dir, store)
-    config, _, model, step = open_run(run_dir)
-    rows = heldout_rows(store, config.train.sequence_length, config.train.batch_size)
-    return {"step": step, **evaluate(model, rows)}
+    with jax.set_mesh(make_mesh(MeshConfig())):
+        config, _, model, step = open_run(run_dir)
+        rows = heldout_rows(store, config.train.sequence_length, config.train.batch_size)
+        return {"step": step, **evaluate(model, rows)}

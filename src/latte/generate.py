@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from latte.config import MeshConfig
 from latte.data.tokenizer import Tokenizer
 from latte.errors import UserError
+from latte.mesh import WHOLE, constrain, make_mesh
 from latte.model import LanguageModel, ModelState
 from latte.run import open_run
 
@@ -70,7 +72,7 @@ class _Drawing(NamedTuple):
 
 def _last_logits(model: LanguageModel, hidden: Float[Array, "B T D"], vocab: int) -> Array:
     """Logits of the next token; table rows beyond the tokenizer's vocabulary are no tokens."""
-    logits = model.logits(hidden[:, -1])
+    logits = constrain(model.logits(hidden[:, -1]), WHOLE)
     return jnp.where(jnp.arange(logits.shape[-1]) < vocab, logits, -jnp.inf)
 
 
@@ -86,6 +88,7 @@ def prefill(
     """Reads whole prompts in one pass; `room` tokens fit into caches of full attention."""
     state = model.backbone.empty_state(tokens.shape[0], room)
     hidden, state = model.backbone(tokens, segment_ids=segment_ids, state=state)
+    assert state is not None
     ended = jnp.zeros((tokens.shape[0],), bool)
     return _Drawing(_last_logits(model, hidden, vocab), state, ended)
 
@@ -106,6 +109,7 @@ def draw(
     def body(drawing: _Drawing, key: PRNGKeyArray) -> tuple[_Drawing, Array]:
         token = jnp.where(drawing.ended, end, sample(drawing.logits, key, sampling))
         hidden, state = model.backbone(token[:, None], state=drawing.state)
+        assert state is not None
         logits = _last_logits(model, hidden, vocab)
         return _Drawing(logits, state, drawing.ended | (token == end)), token
 
@@ -192,7 +196,8 @@ def generate_run(
 
     Yields pieces of the text as they come for one prompt, and whole texts for several.
     """
-    _, tokenizer, model, _ = open_run(run_dir)
+    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
+        _, tokenizer, model, _ = open_run(run_dir)
     sampling = Sampling(temperature, top_k, top_p)
     pieces = generate(model, tokenizer, prompts, tokens=tokens, sampling=sampling, seed=seed)
     if len(prompts) > 1:

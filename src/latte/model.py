@@ -34,8 +34,9 @@ from latte.layers import (
     sinusoids,
 )
 from latte.layers.linear import PRODUCT
+from latte.mesh import TOKENS, WHOLE, constrain, look_up, run_place, sum_losses
 from latte.ops.cross_entropy import CrossEntropy, cross_entropy
-from latte.ops.segments import EMPTY, number_runs
+from latte.ops.segments import EMPTY, number_runs, place
 
 _EMBEDDING_DEVIATION = 0.02
 
@@ -129,9 +130,9 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         keys = (None, None) if key is None else jax.random.split(key)
         y, state = self.mixer(self.mixer_norm(x), place, state)
-        x = x + dropout(y, self.dropout, keys[0])
+        x = constrain(x + dropout(y, self.dropout, keys[0]), TOKENS)
         x = x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, keys[1])
-        return x, state
+        return constrain(x, TOKENS), state
 
     def latents(self, x: Float[Array, "B T D"], place: Place) -> Float[Array, "B T H L"] | None:
         """p(l|t) of the block's mixer, None where it has no latents."""
@@ -258,24 +259,25 @@ class Backbone(eqx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         state: ModelState | None = None,
         key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "B T D"], ModelState]:
+    ) -> tuple[Float[Array, "B T D"], ModelState | None]:
         """Hidden vectors of a batch of rows, after the tokens that `state` has seen.
 
-        Without `segment_ids` a row is one document; with a `key` dropout is on.
+        Without `segment_ids` a row is one document; with a `key` dropout is on. The state is None
+        where several devices share rows that began at none.
         """
         key_embed, key_stack = (None, None) if key is None else jax.random.split(key)
-        before = _nothing_seen(tokens.shape[0]) if state is None else state
-        place, after = _place(segment_ids, before, tokens.shape[1])
+        place, after = _place(segment_ids, state, tokens)
         x = dropout(self._embed(tokens, place), self.config.dropout, key_embed)
-        x, layers = self.stack(x, place, before.layers or None, key_stack)
-        return self.norm(x), after._replace(layers=layers)
+        x, layers = self.stack(x, place, None if state is None else state.layers, key_stack)
+        return self.norm(x), None if after is None else after._replace(layers=layers)
 
     def latents(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
     ) -> list[Float[Array, "B T H L"] | None]:
         """p(l|t) of every layer in order (state 0 is the window, where there is one)."""
-        place, _ = _place(segment_ids, _nothing_seen(tokens.shape[0]), tokens.shape[1])
+        place, _ = _place(segment_ids, None, tokens)
         stacked = self.stack.latents(self._embed(tokens, place), place)
+        stacked = [None if p is None else constrain(p, WHOLE) for p in stacked]
         return [None if p is None else p[r] for r in range(self.stack.repeats) for p in stacked]
 
     def empty_state(self, batch: int, room: int) -> ModelState:
@@ -284,12 +286,12 @@ class Backbone(eqx.Module):
         return empty._replace(layers=self.stack.empty_states(batch, room))
 
     def _embed(self, tokens: Int[Array, "B T"], place: Place) -> Float[Array, "B T D"]:
-        x = self.embedding.weight[tokens]
+        x = look_up(self.embedding.weight, tokens)
         if self.position_table is not None:
             x = x + self.position_table[place.positions]
         elif self.config.position == "sinusoidal":
             x = x + sinusoids(place.positions, self.config.width, self.config.rope_theta)
-        return x.astype(self.config.dtype)
+        return constrain(x.astype(self.config.dtype), TOKENS)
 
 
 def _nothing_seen(batch: int) -> ModelState:
@@ -297,14 +299,24 @@ def _nothing_seen(batch: int) -> ModelState:
 
 
 def _place(
-    segment_ids: Int[Array, "B T"] | None, before: ModelState, length: int
-) -> tuple[Place, ModelState]:
-    """Where each token stands, counting on from the last one seen."""
-    runs = number_runs(segment_ids, before.segment, length)
+    segment_ids: Int[Array, "B T"] | None, state: ModelState | None, tokens: Int[Array, "B T"]
+) -> tuple[Place, ModelState | None]:
+    """Where each token stands, counting on from the last one seen.
+
+    Rows that are spread over devices begin at no state and leave none.
+    """
+    batch, length = tokens.shape
+    if state is None:
+        ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
+        spread = run_place(place, ids)
+        if spread is not None:
+            return Place(*spread), None
+        state = _nothing_seen(batch)
+    runs = number_runs(segment_ids, state.segment, length)
     if segment_ids is None:
         segment_ids = jnp.repeat(runs.last[:, None], length, axis=1)
     at = jnp.arange(length)
-    start = jnp.where(runs.first, at, -1 - before.position[:, None])
+    start = jnp.where(runs.first, at, -1 - state.position[:, None])
     positions = at - jax.lax.cummax(start, axis=1)
     return Place(segment_ids, positions), ModelState((), runs.last, positions[:, -1])
 
@@ -331,7 +343,7 @@ class LanguageModel(eqx.Module):
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         state: ModelState | None = None,
-    ) -> tuple[Float[Array, "B T V"], ModelState]:
+    ) -> tuple[Float[Array, "B T V"], ModelState | None]:
         """Float32 logits of every token: for short sequences; `loss` never holds them all."""
         hidden, state = self.backbone(tokens, segment_ids=segment_ids, state=state)
         return self.logits(hidden), state
@@ -353,7 +365,11 @@ class LanguageModel(eqx.Module):
     ) -> CrossEntropy:
         """Weighted sums over a batch of packed rows, in nats."""
         hidden, _ = self.backbone(tokens, segment_ids=segment_ids, key=key)
-        return cross_entropy(hidden, self.table, targets, weights, z_loss=z_loss)
+
+        def losses(table: Array, hidden: Array, targets: Array, weights: Array) -> CrossEntropy:
+            return cross_entropy(hidden, table, targets, weights, z_loss=z_loss)
+
+        return sum_losses(losses, self.table, hidden, targets, weights)
 
 
 class Classifier(eqx.Module):

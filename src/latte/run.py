@@ -27,7 +27,7 @@ from latte.data.store import TokenStore
 from latte.data.tokenizer import Tokenizer, load_tokenizer
 from latte.errors import UserError
 from latte.memory import keep_freed_pages
-from latte.mesh import make_mesh, replicated
+from latte.mesh import shardings
 from latte.model import LanguageModel
 
 
@@ -96,16 +96,17 @@ def check_store(run_dir: Path, store: TokenStore) -> None:
     )
 
 
-def place_like(tree: PyTree, rows: int) -> PyTree:
+def place_like(tree: PyTree) -> PyTree:
     """Shapes with the layout that a run gives its arrays, to restore into."""
-    sharding = replicated(make_mesh(rows))
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+        lambda leaf, layout: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout),
+        tree,
+        shardings(tree),
     )
 
 
 def open_run(run_dir: Path) -> tuple[Config, Tokenizer, LanguageModel, int]:
-    """Config, tokenizer, the newest whole checkpoint's model, and its step.
+    """Config, tokenizer, the newest whole checkpoint's model for the mesh in force, and its step.
 
     Raises:
         UserError: the directory holds no run, or the run has no checkpoint yet.
@@ -117,8 +118,7 @@ def open_run(run_dir: Path) -> tuple[Config, Tokenizer, LanguageModel, int]:
     checkpoints = checkpoints_of(run_dir)
     if not checkpoints.steps():
         raise UserError(f"{run_dir} has no checkpoint yet; train it for longer")
-    model = place_like(shapes(config.model), len(jax.devices()))
-    restored = checkpoints.restore({"model": model})
+    restored = checkpoints.restore({"model": place_like(shapes(config.model))})
     assert restored is not None
     items, step = restored
     return config, tokenizer, items["model"], step

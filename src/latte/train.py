@@ -29,8 +29,7 @@ from latte.data.prepare import prepare
 from latte.data.store import TokenStore
 from latte.errors import RunFailedError, UserError
 from latte.memory import keep_freed_pages
-from latte.mesh import make_mesh, replicated
-from latte.mesh import rows as over_rows
+from latte.mesh import check_rows, make_mesh, put_rows, rows_here, shardings
 from latte.metrics import Metrics
 from latte.model import LanguageModel
 from latte.report import report_heldout
@@ -144,20 +143,18 @@ def train(config: Config, run_dir: Path) -> None:
     keep_freed_pages()
     store = prepare(config.data)
     config = resolve(config, store.tokenizer)
-    loader = Loader(
-        store, "train", config.train.seed, config.train.batch_size, config.train.sequence_length
-    )
-    mesh = make_mesh(config.train.batch_size // config.train.accumulate)
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        loader = _loader(config, store)
+    check_rows(mesh, config.train.batch_size // config.train.accumulate)
     check_store(run_dir, store)
     _check_room(config, run_dir)
     start_run(config, run_dir, store)
     keep_compiled(config)
     checkpoints = checkpoints_of(run_dir, config.train.keep)
-    with contextlib.closing(checkpoints):
+    with jax.set_mesh(mesh), contextlib.closing(checkpoints):
         state = _restore(config, checkpoints)
-        done = 0 if state is None else int(state.step)
-        if state is None:
-            state = jax.jit(partial(initial_state, config), out_shardings=replicated(mesh))()
+        done = int(state.step)
         with Metrics(run_dir, config, done) as metrics, _Stop() as stop:
             loop = _Loop(config, run_dir, store, checkpoints, metrics, state)
             loop.run(loader.iterate(done), stop)
@@ -179,11 +176,20 @@ def _check_room(config: Config, run_dir: Path) -> None:
         )
 
 
-def _restore(config: Config, checkpoints: Checkpoints) -> TrainState | None:
+def _loader(config: Config, store: TokenStore) -> Loader:
+    """The rows of each batch that this process's devices take."""
+    train = config.train
+    rows = rows_here(train.batch_size)
+    return Loader(store, "train", train.seed, train.batch_size, train.sequence_length, rows)
+
+
+def _restore(config: Config, checkpoints: Checkpoints) -> TrainState:
+    """The newest checkpoint's state, or the initial one."""
     target = eqx.filter_eval_shape(initial_state, config)
-    rows = config.train.batch_size // config.train.accumulate
-    restored = checkpoints.restore(place_like(target._asdict(), rows))
-    return None if restored is None else TrainState(**restored[0])
+    restored = checkpoints.restore(place_like(target._asdict()))
+    if restored is not None:
+        return TrainState(**restored[0])
+    return jax.jit(partial(initial_state, config), out_shardings=shardings(target))()
 
 
 class _Late(NamedTuple):
@@ -224,10 +230,14 @@ class _Loop:
             self._evaluate(done)  # what a kill came before
         if done == train.steps:
             self.metrics.say(f"all {done} steps of {self.run_dir} are done")
-        mesh = make_mesh(train.batch_size // train.accumulate)
-        step_function = jax.jit(partial(train_step, self.config), donate_argnums=0)
+        here = rows_here(train.batch_size)
+        step_function = jax.jit(
+            partial(train_step, self.config),
+            donate_argnums=0,
+            out_shardings=(shardings(self.state), None),
+        )
         for step in range(done + 1, train.steps + 1):
-            batch = jax.device_put(next(batches), over_rows(mesh))
+            batch = put_rows(next(batches), train.batch_size, here)
             self.state, report = step_function(self.state, batch)
             self.late.append(_Late(step, report))
             self._read_reports(_LATE)

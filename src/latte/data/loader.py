@@ -14,6 +14,7 @@ from typing import Literal
 import grain
 import grain.experimental
 import numpy as np
+from jaxtyping import Int
 
 from latte.data.batch import Batch, cut_batch
 from latte.data.store import TokenStore
@@ -31,6 +32,8 @@ _LAST_STEP = 1 << 62
 class Loader:
     """Batches of rows of one split of a store.
 
+    rows: which rows of every batch are read, in order; None for all of them.
+
     Raises:
       UserError: the split has fewer tokens than a row.
     """
@@ -40,6 +43,7 @@ class Loader:
     seed: int
     batch_size: int
     sequence_length: int
+    rows: Int[np.ndarray, " R"] | None = None
 
     def __post_init__(self):
         tokens = len(self.store.stream(self.split))
@@ -57,8 +61,8 @@ class Loader:
     def batch_at(self, step: int) -> Batch:
         """The batch of a step, counted from 0. A batch may lie in two epochs."""
         stream = self.store.stream(self.split)
-        first = step * self.batch_size
-        starts = np.asarray([self._start(row) for row in range(first, first + self.batch_size)])
+        rows = range(self.batch_size) if self.rows is None else self.rows.tolist()
+        starts = np.asarray([self._start(step * self.batch_size + row) for row in rows])
         return cut_batch(
             stream.read(starts, self.sequence_length + 1), self.store.tokenizer.separator
         )

@@ -1,5 +1,6 @@
 """Softmax attention as a layer: full, windowed, and R-SWA, whose queries and keys are recurrent."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from latte.layers.linear import Linear, join_heads, split_heads
 from latte.layers.mixer import Mixer, Place
 from latte.layers.position import rotate
+from latte.mesh import run_op
 from latte.ops.attention import AttentionState, attention
 from latte.ops.attention import empty_state as empty_attention_state
 
@@ -69,9 +71,8 @@ class Attention(Mixer):
         v = split_heads(self.project_v(x), self.kv_heads)
         if self.theta is not None:
             q, k = (rotate(a, place.positions, self.theta) for a in (q, k))
-        y, past = attention(
-            q, k, v, window=self._window(), segment_ids=place.segment_ids, state=past
-        )
+        op = partial(attention, window=self._window())
+        y, past = run_op(op, (q, k, v), place.segment_ids, past)
         state = AttentionLayerState(source, past) if self.causal else None
         return self.project_out(join_heads(y)), state
 

@@ -1,5 +1,6 @@
 """Latte as a layer: Latte, Latte-Conv, Latte-R, and each of them with a sliding window."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from latte.layers.linear import Linear, join_heads, split_heads
-from latte.layers.mixer import Mixer, Place
+from latte.layers.mixer import Mixer, Place, stateless
 from latte.layers.position import rotate
+from latte.mesh import run_op
 from latte.ops.attention import empty_state as empty_attention_state
 from latte.ops.latte import LatteState, latte
 from latte.ops.latte import bidirectional as latte_bidirectional
@@ -89,10 +91,8 @@ class Latte(_OfLatents):
         v = split_heads(self.project_v(x), self.heads)
         if self.theta is not None:
             v = rotate(v, place.positions, self.theta, back=True)
-        if self.causal:
-            y, op = latte(q, k, v, segment_ids=place.segment_ids, state=op)
-        else:
-            y = latte_bidirectional(q, k, v, segment_ids=place.segment_ids)
+        mix = latte if self.causal else stateless(latte_bidirectional)
+        y, op = run_op(mix, (q, k, v), place.segment_ids, op)
         if self.theta is not None:
             y = rotate(y, place.positions, self.theta)
         state = LatteLayerState(source, op) if self.causal else None
@@ -156,12 +156,8 @@ class Macchiato(_OfLatents):
         kw = split_heads(self.project_window_k(x), self.kv_heads)
         if self.theta is not None:
             qw, kw = (rotate(a, place.positions, self.theta) for a in (qw, kw))
-        arrays = (q, k, v, qw, kw)
-        settings = {"window": self.window, "segment_ids": place.segment_ids}
-        if self.causal:
-            y, op = macchiato(*arrays, state=op, **settings)
-        else:
-            y = macchiato_bidirectional(*arrays, **settings)
+        mix = macchiato if self.causal else stateless(macchiato_bidirectional)
+        y, op = run_op(partial(mix, window=self.window), (q, k, v, qw, kw), place.segment_ids, op)
         state = LatteLayerState(source, op) if self.causal else None
         return self.project_out(join_heads(y)), state
 

@@ -1,6 +1,7 @@
 """What every token mixer is: a function of a sequence that carries a state."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,6 +13,15 @@ class Place(NamedTuple):
 
     segment_ids: Int[Array, "B T"]
     positions: Int[Array, "B T"]
+
+
+def stateless(op: Callable[..., Array]) -> Callable[..., tuple[Array, None]]:
+    """An encoder's op as one that has a state, which is none."""
+
+    def with_state(*arrays: Array, state: None = None, **settings: Any) -> tuple[Array, None]:
+        return op(*arrays, **settings), state
+
+    return with_state
 
 
 class Mixer(eqx.Module):

@@ -1,5 +1,7 @@
 """What queries and keys are made from: the input itself, its convolution, or an RG-LRU of it."""
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from latte.layers.linear import BlockLinear
 from latte.layers.mixer import Mixer, Place
 from latte.layers.norm import RMSNorm
+from latte.mesh import run_op
 from latte.ops.conv import ConvState, conv
 from latte.ops.conv import empty_state as empty_conv_state
 from latte.ops.rg_lru import RGLRUState, rg_lru
@@ -42,14 +45,8 @@ class Conv(Mixer):
     def __call__(
         self, x: Float[Array, "B T D"], place: Place, state: ConvState | None = None
     ) -> tuple[Float[Array, "B T D"], ConvState | None]:
-        y, state = conv(
-            x,
-            self.taps.astype(x.dtype),
-            None,
-            segment_ids=place.segment_ids,
-            state=state,
-            causal=self.causal,
-        )
+        op = partial(conv, causal=self.causal)
+        y, state = run_op(op, (x, self.taps.astype(x.dtype)), place.segment_ids, state)
         return y, state if self.causal else None
 
     def empty_state(self, batch: int, room: int) -> ConvState:
@@ -78,16 +75,9 @@ class RGLRU(eqx.Module):
         state: RGLRUState | None,
         *,
         reverse: bool = False,
-    ) -> tuple[Float[Array, "B T D"], RGLRUState]:
-        return rg_lru(
-            x,
-            self.gate_decay(x),
-            self.gate_input(x),
-            self.lam,
-            segment_ids=place.segment_ids,
-            state=state,
-            reverse=reverse,
-        )
+    ) -> tuple[Float[Array, "B T D"], RGLRUState | None]:
+        arrays = x, self.gate_decay(x), self.gate_input(x), self.lam
+        return run_op(partial(rg_lru, reverse=reverse), arrays, place.segment_ids, state)
 
 
 class Recurrence(Mixer):
