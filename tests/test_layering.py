@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "latte"
 FLOORS = [
     {"errors", "values", "config", "ops", "mesh", "speed", "memory"},
     {"layers", "data", "environment", "progress"},
-    {"model", "optim", "metrics"},
-    {"checkpoint", "cost", "plots"},
+    {"model", "optim", "metrics", "processes"},
+    {"checkpoint", "cost", "plots", "monitor"},
     {"run"},
     {"train", "evaluate", "generate", "report", "plan", "hf", "scaling"},
     {"cli"},

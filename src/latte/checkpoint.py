@@ -13,14 +13,17 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 from jaxtyping import Array, PyTree, UInt32
 
+from latte import processes
 from latte.errors import RunFailedError, UserError
 
 _log = logging.getLogger(__name__)
@@ -119,45 +122,52 @@ class Checkpoints:
         return None
 
     def _try(self, step: int, targets: dict[str, PyTree]) -> dict[str, PyTree] | str:
-        """A checkpoint's items, or what is wrong with it."""
+        """A checkpoint's items, or what is wrong with it; processes agree on which."""
+        reason, read = "another process could not read its part", {}
         with _silence():
             try:
-                return {item: self._read(step, item, targets[item]) for item in targets}
+                read = {item: self._read(step, item, targets[item]) for item in targets}
             except Exception as error:  # Whatever Orbax and its storage say of a damaged file.
                 reason = _reason(error)
-            # Orbax gave up on the other arrays, and each read prints pages when it ends.
-            time.sleep(_UNTIL_READS_END)
-            gc.collect()
-        return reason
+            if not processes.all_say(bool(read)):
+                # Orbax gave up on the other arrays, and each read prints pages when it ends.
+                time.sleep(_UNTIL_READS_END)
+                gc.collect()
+                return reason
+        for leaves, sums in read.values():
+            for name, found in zip(leaves, _fingerprints(list(leaves.values())), strict=True):
+                if int(found) != sums[name]:
+                    return f"the bits of {name} are not those that were saved"
+        return {
+            item: jax.tree.unflatten(jax.tree.structure(targets[item]), list(leaves.values()))
+            for item, (leaves, _) in read.items()
+        }
 
-    def _read(self, step: int, item: str, target: PyTree) -> PyTree:
-        names = _names(target)
-        abstract = dict(zip(names, map(_abstract, jax.tree.leaves(target)), strict=True))
-        read = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                **{
-                    item: ocp.args.StandardRestore(abstract),
-                    f"{item}_sums": ocp.args.JsonRestore(),
-                }
-            ),
+    def _read(
+        self, step: int, item: str, target: PyTree
+    ) -> tuple[dict[str, Array], dict[str, int]]:
+        """The arrays of an item by name, and their fingerprints.
+
+        By the handlers themselves: the manager would wait for a process that could not read.
+        """
+        abstract = dict(zip(_names(target), map(_abstract, jax.tree.leaves(target)), strict=True))
+        folder = epath.Path(self.folder.resolve() / str(step))
+        arrays = ocp.StandardCheckpointHandler().restore(
+            folder / item, args=ocp.args.StandardRestore(abstract)
         )
-        leaves = [read[item][name] for name in names]
-        for name, found in zip(names, map(int, _fingerprints(leaves)), strict=True):
-            if found != read[f"{item}_sums"][name]:
-                raise ValueError(f"the bits of {name} are not those that were saved")
-        return jax.tree.unflatten(jax.tree.structure(target), leaves)
+        sums = ocp.JsonCheckpointHandler().restore(folder / f"{item}_sums")
+        return {name: arrays[name] for name in abstract}, {name: sums[name] for name in abstract}
 
     def _leave_out(self, step: int, reason: str) -> None:
         """Names a damaged checkpoint, and moves it away where a new one may take its place."""
         moved = ""
         if self._writes:
             place = self.folder.parent / "damaged" / str(step)
-            shutil.rmtree(place, ignore_errors=True)
-            place.parent.mkdir(exist_ok=True)
-            shutil.move(self.folder / str(step), place)
+            processes.first_alone(partial(_move, self.folder / str(step), place))
             self._manager.reload()
             moved = f"moved to {place}; "
+        if not processes.is_first():
+            return
         _log.warning(
             "checkpoint %s is damaged (%s): %sthe one before it is used",
             self.folder / str(step),
@@ -192,6 +202,12 @@ def _silence() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _move(folder: Path, place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    place.parent.mkdir(exist_ok=True)
+    shutil.move(folder, place)
 
 
 def _reason(error: BaseException) -> str:

@@ -81,7 +81,10 @@ def _show_log() -> None:
 
 
 def _say(message: object, status: int) -> int:
-    print(f"latte: {' '.join(str(message).split())}", file=sys.stderr)
+    text = " ".join(str(message).split())
+    print(f"latte: {text}", file=sys.stderr)
+    if "latte.processes" in sys.modules:
+        sys.modules["latte.processes"].leave(status, text)
     return status
 
 

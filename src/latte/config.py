@@ -159,6 +159,8 @@ class TrainConfig:
     """Steps between checkpoints; the last step always writes one."""
     keep: int = 3
     """Checkpoints kept."""
+    patience: int = 60
+    """Seconds without a sign of life after which another process of the run counts as lost."""
     sample_tokens: int = 200
     """Tokens of the sample that is written after each evaluation; 0 writes none."""
     tensorboard: bool = True
@@ -211,6 +213,7 @@ SAME_LOSSES = frozenset(
         "train.eval_tokens",
         "train.checkpoint_every",
         "train.keep",
+        "train.patience",
         "train.sample_tokens",
         "train.tensorboard",
         "train.wandb",
@@ -413,7 +416,7 @@ _AT_LEAST = {
     "optim": {1: "max_skips", 0: "warmup weight_decay clip z_loss spike"},
     "train": {
         1: "steps batch_size sequence_length accumulate log_every eval_every eval_tokens "
-        "checkpoint_every keep",
+        "checkpoint_every keep patience",
         0: "seed sample_tokens",
     },
     "mesh": {1: "fsdp context tensor", 0: "data"},

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from latte.config import MeshConfig
 from latte.errors import UserError
@@ -244,6 +244,13 @@ def rows_here(rows: int) -> Int[np.ndarray, " R"]:
     sharding = NamedSharding(mesh, _fit(PartitionSpec(_ROWS), (rows,), mesh))
     held = sharding.addressable_devices_indices_map((rows,)).values()
     return np.unique(np.concatenate([np.arange(rows)[index] for index in held]))
+
+
+def put_flag(value: bool) -> Bool[Array, " devices"]:
+    """This process's value on each of its devices; any(…) of it in a program hears all of them."""
+    mesh = jax.sharding.get_mesh()
+    sharding = NamedSharding(mesh, PartitionSpec(AXES))
+    return jax.make_array_from_callback((mesh.size,), sharding, lambda _: np.full((1,), value))
 
 
 def put_rows(batch: PyTree, rows: int, here: Int[np.ndarray, " R"] | None = None) -> PyTree:

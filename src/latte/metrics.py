@@ -14,7 +14,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -109,6 +109,30 @@ class Metrics:
                 self._events.add_scalar(name, value, step)
         if self._wandb:
             self._wandb.log(scalars, step=step)
+
+
+class NoMetrics:
+    """What the processes of a run keep that are not the first one: nothing."""
+
+    last: Mapping[str, Any] = MappingProxyType({})
+
+    def __enter__(self) -> "NoMetrics":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def log_step(self, step: int, values: Mapping[str, Any]) -> None:
+        pass
+
+    def log_eval(self, step: int, values: Mapping[str, Any]) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
 
 
 class JsonLines:

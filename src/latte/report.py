@@ -15,8 +15,9 @@ from latte.data.heldout import heldout_rows
 from latte.data.store import TokenStore
 from latte.evaluate import evaluate, first_rows, latent_use, latents
 from latte.generate import Sampling, continuations, generate
-from latte.metrics import Metrics
+from latte.metrics import Metrics, NoMetrics
 from latte.model import LanguageModel
+from latte.processes import is_first
 
 _ROWS = 4
 """Held-out rows whose latents are looked at."""
@@ -28,12 +29,13 @@ def report_heldout(
     config: Config,
     run_dir: Path,
     store: TokenStore,
-    metrics: Metrics,
+    metrics: Metrics | NoMetrics,
     model: LanguageModel,
     step: int,
 ) -> None:
     """Evaluates the model after `step`, and writes its figures, plots and sample into the run.
 
+    All processes compute; the first one writes.
     The record in metrics.jsonl comes last, before the curve that is drawn from it: a run that was
     killed before evaluates again when it goes on.
     """
@@ -53,6 +55,8 @@ def report_heldout(
         f"perplexity {values['heldout_perplexity']:.2f}, "
         f"{values['heldout_bits_per_byte']:.4f} bits per byte"
     )
+    if not is_first():
+        return
     plots.loss_curve(run_dir / "metrics.jsonl", run_dir / "plots" / "loss.png", title=config.name)
     if sample and step == train.steps:
         metrics.say(f"sample after step {step}:\n{sample}")
@@ -74,6 +78,8 @@ def _report_latents(
     entropies = [use.entropy for use in uses]
     masses = [math.nan if use.window_mass is None else use.window_mass for use in uses]
     windows = not all(math.isnan(mass) for mass in masses)
+    if not is_first():
+        return entropies, masses if windows else []
     folder = run_dir / "plots"
     plots.latent_entropy(entropies, masses if windows else None, folder / "latent_entropy.png")
     _draw_usage(config, store, layers, rows, folder / "latents.png")
@@ -117,6 +123,8 @@ def _write_sample(
         seed=config.train.seed,
     )
     text = continuations(pieces, 1)[0]
+    if not is_first():
+        return text
     path = run_dir / "samples.txt"
     older = path.read_bytes() if path.exists() else b""
     later = [m for m in re.finditer(rb"^--- step (\d+)$", older, re.M) if int(m[1]) >= step]

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from latte import optim
+from latte import optim, processes
 from latte.checkpoint import Checkpoints
 from latte.config import Config
 from latte.cost import count_parameters, shapes, training_flops_per_token
@@ -29,9 +29,10 @@ from latte.data.prepare import prepare
 from latte.data.store import TokenStore
 from latte.errors import RunFailedError, UserError
 from latte.memory import keep_freed_pages
-from latte.mesh import check_rows, make_mesh, put_rows, rows_here, shardings
-from latte.metrics import Metrics
+from latte.mesh import check_rows, make_mesh, put_flag, put_rows, rows_here, shardings
+from latte.metrics import Metrics, NoMetrics
 from latte.model import LanguageModel
+from latte.monitor import Monitor
 from latte.report import report_heldout
 from latte.run import (
     check_store,
@@ -136,28 +137,46 @@ class _Stop:
 def train(config: Config, run_dir: Path) -> None:
     """Trains a run to its last step, from where its newest whole checkpoint left it.
 
+    Every process of the run calls this, with the same config and a directory that all can reach.
+
     Raises:
         UserError: bad input, before anything is compiled.
         RunFailedError: too many bad steps in a row, or a disk that filled up.
     """
+    processes.start(config.train.patience)
     keep_freed_pages()
+    with Monitor(run_dir, config.train.patience) as monitor:
+        processes.check_same(config)
+        _train(config, run_dir, monitor)
+
+
+def _train(config: Config, run_dir: Path, monitor: Monitor) -> None:
     store = prepare(config.data)
     config = resolve(config, store.tokenizer)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         loader = _loader(config, store)
     check_rows(mesh, config.train.batch_size // config.train.accumulate)
-    check_store(run_dir, store)
-    _check_room(config, run_dir)
-    start_run(config, run_dir, store)
+    processes.first_alone(partial(_begin, config, run_dir, store))
     keep_compiled(config)
     checkpoints = checkpoints_of(run_dir, config.train.keep)
     with jax.set_mesh(mesh), contextlib.closing(checkpoints):
         state = _restore(config, checkpoints)
         done = int(state.step)
-        with Metrics(run_dir, config, done) as metrics, _Stop() as stop:
-            loop = _Loop(config, run_dir, store, checkpoints, metrics, state)
+        with metrics_of(run_dir, config, done) as metrics, _Stop() as stop:
+            loop = _Loop(config, run_dir, store, checkpoints, metrics, monitor, state)
             loop.run(loader.iterate(done), stop)
+
+
+def metrics_of(run_dir: Path, config: Config, done: int) -> Metrics | NoMetrics:
+    """What the first process keeps and shows; the others say nothing."""
+    return Metrics(run_dir, config, done) if processes.is_first() else NoMetrics()
+
+
+def _begin(config: Config, run_dir: Path, store: TokenStore) -> None:
+    check_store(run_dir, store)
+    _check_room(config, run_dir)
+    start_run(config, run_dir, store)
 
 
 def _check_room(config: Config, run_dir: Path) -> None:
@@ -193,10 +212,22 @@ def _restore(config: Config, checkpoints: Checkpoints) -> TrainState:
 
 
 class _Late(NamedTuple):
-    """A step whose report has not been read yet."""
+    """A step whose report has not been read yet, and whether any process was asked to stop in it.
+
+    All processes read it after the same step, so that they stop after the same one.
+    """
 
     step: int
     report: StepReport
+    stop: Bool[Array, ""]
+
+
+def _heard_step(
+    config: Config, state: TrainState, batch: Batch, asked: Bool[Array, " devices"]
+) -> tuple[TrainState, tuple[StepReport, Bool[Array, ""]]]:
+    """A step that also hears whether any process was asked to stop."""
+    state, report = train_step(config, state, batch)
+    return state, (report, jnp.any(asked))
 
 
 class _Loop:
@@ -208,13 +239,15 @@ class _Loop:
         run_dir: Path,
         store: TokenStore,
         checkpoints: Checkpoints,
-        metrics: Metrics,
+        metrics: Metrics | NoMetrics,
+        monitor: Monitor,
         state: TrainState,
     ):
         self.config, self.run_dir, self.store = config, run_dir, store
         self.checkpoints, self.metrics, self.state = checkpoints, metrics, state
+        self.monitor = monitor
         self.late: deque[_Late] = deque()
-        self.skipped = 0
+        self.skipped, self.stopping = 0, False
         device = jax.devices()[0].device_kind
         self.speed = Speed(
             config.train.batch_size * config.train.sequence_length,
@@ -226,25 +259,27 @@ class _Loop:
     def run(self, batches: Iterator[Batch], stop: _Stop) -> None:
         train = self.config.train
         done = int(self.state.step)
-        if self._shows(done) and "heldout_loss" not in self.metrics.last:
+        evaluated = processes.first_says("heldout_loss" in self.metrics.last)
+        if self._shows(done) and not evaluated:
             self._evaluate(done)  # what a kill came before
         if done == train.steps:
             self.metrics.say(f"all {done} steps of {self.run_dir} are done")
         here = rows_here(train.batch_size)
         step_function = jax.jit(
-            partial(train_step, self.config),
+            partial(_heard_step, self.config),
             donate_argnums=0,
             out_shardings=(shardings(self.state), None),
         )
         for step in range(done + 1, train.steps + 1):
             batch = put_rows(next(batches), train.batch_size, here)
-            self.state, report = step_function(self.state, batch)
-            self.late.append(_Late(step, report))
+            self.state, heard = step_function(self.state, batch, put_flag(stop.asked))
+            self.late.append(_Late(step, *heard))
             self._read_reports(_LATE)
-            last = step == train.steps or stop.asked
+            self.monitor.step(step)
+            last = step == train.steps or self.stopping
             if step % train.checkpoint_every == 0 or last:
                 self._save(step, even_if_skipped=last)
-            if stop.asked:
+            if self.stopping:
                 self.checkpoints.wait()
                 self.metrics.say(
                     f"asked to stop: saved step {step}; the same command goes on from there"
@@ -260,8 +295,9 @@ class _Loop:
 
     def _read_reports(self, keep: int) -> None:
         while len(self.late) > keep:
-            step, report = self.late.popleft()
+            step, report, stop = self.late.popleft()
             loss, grad_norm, rate, skipped = jax.device_get(report)
+            self.stopping |= bool(stop)
             self.metrics.log_step(
                 step,
                 {
@@ -292,6 +328,7 @@ class _Loop:
 
     def _save(self, step: int, even_if_skipped: bool) -> None:
         """Saves, but not in a run of bad steps: their model would take the place of good ones."""
+        self.monitor.rest()
         self._read_reports(0)
         if self.skipped and not even_if_skipped:
             return
@@ -302,6 +339,7 @@ class _Loop:
         self.speed.restart()
 
     def _evaluate(self, step: int) -> None:
+        self.monitor.rest()
         self._read_reports(0)
         self.metrics.sync()
         report_heldout(self.config, self.run_dir, self.store, self.metrics, self.state.model, step)

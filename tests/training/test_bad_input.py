@@ -64,7 +64,7 @@ def begun(tiny, whole, tmp_path) -> Path:
         ("--model.widht 64", "unknown setting 'model.widht'; did you mean model.width?"),
         ("--train.steps many", "train.steps is 'many', but it must be a whole number"),
         ("--model.heads 3", "model.heads (3) does not divide model.width (32)"),
-        ("--train.accumulate 3", "train.accumulate (3) does not divide train.batch_size (4)"),
+        ("--train.accumulate 3", "train.accumulate (3) does not divide train.batch_size (8)"),
         ("--model.vocab_size 200", "model.vocab_size (200) is smaller than the tokenizer's (257)"),
         ("--train.sequence_length 100000", "tokens, fewer than a row of 100000"),
         ("--data.path /nowhere/at/all", "/nowhere/at/all is neither a file nor a folder"),
@@ -146,8 +146,8 @@ def test_a_batch_that_devices_do_not_divide(tiny, tmp_path):
     flags = "--xla_force_host_platform_device_count=2"
     done = tiny.train(tmp_path / "run", "--train.batch_size", "3", XLA_FLAGS=flags)
     assert done.status == 2
-    assert "3 rows of a microbatch do not spread evenly over 2 devices" in done.err
-    assert "--train.batch-size" in done.err
+    assert "3 rows of a microbatch do not spread evenly over 2 places" in done.err
+    assert "--train.batch_size" in done.err
     assert not (tmp_path / "run").exists()
 
 

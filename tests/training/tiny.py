@@ -23,7 +23,7 @@ config = Config(
     optim=OptimConfig(lr=3e-3, warmup=4),
     train=TrainConfig(
         steps=60,
-        batch_size=4,
+        batch_size=8,
         sequence_length=32,
         eval_every=20,
         eval_tokens=300,
