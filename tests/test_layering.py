@@ -16,7 +16,7 @@ FLOORS = [
     {"layers", "data", "environment", "progress"},
     {"model", "optim", "metrics", "processes"},
     {"checkpoint", "cost", "plots", "monitor"},
-    {"run"},
+    {"run", "replay"},
     {"train", "evaluate", "generate", "report", "plan", "hf", "scaling"},
     {"cli"},
     {"__main__", "__init__"},

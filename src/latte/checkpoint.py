@@ -10,9 +10,11 @@ import errno
 import gc
 import io
 import logging
+import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,9 @@ def _names(tree: PyTree) -> list[str]:
 
 
 @jax.jit
-def _fingerprints(leaves: list[Array]) -> list[UInt32[Array, ""]]:
+def fingerprints(leaves: list[Array]) -> list[UInt32[Array, ""]]:
+    """An integer sum over the bits of each array, however it is spread over devices."""
+
     def one(x: Array) -> UInt32[Array, ""]:
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
         # Odd multipliers that differ by place, so that exchanged values are noticed; the places of
@@ -54,17 +58,43 @@ def _fingerprints(leaves: list[Array]) -> list[UInt32[Array, ""]]:
     return [one(leaf) for leaf in leaves]
 
 
-class Checkpoints:
-    """The checkpoints of one run, in `folder`; the newest `keep` stay.
+@dataclass
+class Keep:
+    """Which checkpoints stay: the newest, those of steps that `every` divides (0: none), and that
+    of the lowest held-out loss that was noted."""
 
-    Without `keep` they are only read: another process may be writing them.
-    A checkpoint is a dict of pytrees, each of which can be restored alone.
+    newest: int
+    every: int = 0
+    best: int | None = None
+    lowest: float = math.inf
+
+    def note(self, step: int, loss: float) -> None:
+        """Takes in a held-out loss."""
+        if loss < self.lowest:
+            self.best, self.lowest = step, loss
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Orbax's question, of checkpoints in the order of their steps."""
+        del context
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        newest = steps[-self.newest :]
+        return [
+            step in newest or step == self.best or bool(self.every and step % self.every == 0)
+            for step in steps
+        ]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`.
+
+    Without `keep`, which says which of them stay, they are only read: another process may be
+    writing them. A checkpoint is a dict of pytrees, each of which can be restored alone.
     """
 
-    def __init__(self, folder: Path, keep: int | None = None):
+    def __init__(self, folder: Path, keep: Keep | None = None):
         self.folder, self._writes = folder, keep is not None
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=self._writes, cleanup_tmp_directories=self._writes
+            preservation_policy=keep, create=self._writes, cleanup_tmp_directories=self._writes
         )
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
@@ -75,7 +105,7 @@ class Checkpoints:
         parts = {}
         for item, tree in items.items():
             names, leaves = _names(tree), jax.tree.leaves(tree)
-            sums = map(int, _fingerprints(leaves))
+            sums = map(int, fingerprints(leaves))
             parts[item] = ocp.args.StandardSave(dict(zip(names, leaves, strict=True)))
             parts[f"{item}_sums"] = ocp.args.JsonSave(dict(zip(names, sums, strict=True)))
         with self._writing():
@@ -135,7 +165,7 @@ class Checkpoints:
                 gc.collect()
                 return reason
         for leaves, sums in read.values():
-            for name, found in zip(leaves, _fingerprints(list(leaves.values())), strict=True):
+            for name, found in zip(leaves, fingerprints(list(leaves.values())), strict=True):
                 if int(found) != sums[name]:
                     return f"the bits of {name} are not those that were saved"
         return {

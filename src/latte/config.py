@@ -158,7 +158,14 @@ class TrainConfig:
     checkpoint_every: int = 1000
     """Steps between checkpoints; the last step always writes one."""
     keep: int = 3
-    """Checkpoints kept."""
+    """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are kept for good; 0 keeps none of them so."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest held-out loss too."""
+    replay_every: int = 0
+    """Steps between two that are run twice, to find devices that compute wrongly; 0 for none. A
+    replay holds a second copy of the parameters and moments."""
     patience: int = 60
     """Seconds without a sign of life after which another process of the run counts as lost."""
     sample_tokens: int = 200
@@ -213,6 +220,9 @@ SAME_LOSSES = frozenset(
         "train.eval_tokens",
         "train.checkpoint_every",
         "train.keep",
+        "train.keep_every",
+        "train.keep_best",
+        "train.replay_every",
         "train.patience",
         "train.sample_tokens",
         "train.tensorboard",
@@ -417,7 +427,7 @@ _AT_LEAST = {
     "train": {
         1: "steps batch_size sequence_length accumulate log_every eval_every eval_tokens "
         "checkpoint_every keep patience",
-        0: "seed sample_tokens",
+        0: "seed sample_tokens keep_every replay_every",
     },
     "mesh": {1: "fsdp context tensor", 0: "data"},
 }

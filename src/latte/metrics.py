@@ -168,6 +168,14 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
+def heldout_losses(path: Path, done: int) -> Iterator[tuple[int, float]]:
+    """(step, held-out loss) of the evaluations of the first `done` steps."""
+    records = read_metrics(path) if path.exists() else iter(())
+    for record in records:
+        if "heldout_loss" in record and record["step"] <= done:
+            yield record["step"], record["heldout_loss"]
+
+
 def truncate_after(path: Path, step: int) -> dict[str, Any]:
     """Cuts the file before its first line of a later step, or torn one, so that a run can go on.
 

@@ -32,8 +32,9 @@ def report_heldout(
     metrics: Metrics | NoMetrics,
     model: LanguageModel,
     step: int,
-) -> None:
-    """Evaluates the model after `step`, and writes its figures, plots and sample into the run.
+) -> float:
+    """Evaluates the model after `step`, writes its figures, plots and sample into the run, and
+    returns the held-out loss.
 
     All processes compute; the first one writes.
     The record in metrics.jsonl comes last, before the curve that is drawn from it: a run that was
@@ -56,10 +57,11 @@ def report_heldout(
         f"{values['heldout_bits_per_byte']:.4f} bits per byte"
     )
     if not is_first():
-        return
+        return values["heldout_loss"]
     plots.loss_curve(run_dir / "metrics.jsonl", run_dir / "plots" / "loss.png", title=config.name)
     if sample and step == train.steps:
         metrics.say(f"sample after step {step}:\n{sample}")
+    return values["heldout_loss"]
 
 
 def _has_window(config: Config, layer: int) -> bool:

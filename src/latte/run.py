@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 from jaxtyping import PyTree
 
-from latte.checkpoint import Checkpoints
+from latte.checkpoint import Checkpoints, Keep
 from latte.config import Config, read_run_config, to_json
 from latte.cost import shapes
 from latte.data.prepare import CACHE
@@ -31,8 +31,8 @@ from latte.mesh import shardings
 from latte.model import LanguageModel
 
 
-def checkpoints_of(run_dir: Path, keep: int | None = None) -> Checkpoints:
-    """The checkpoints of a run; only to be read where it is not said how many to keep."""
+def checkpoints_of(run_dir: Path, keep: Keep | None = None) -> Checkpoints:
+    """The checkpoints of a run; only to be read where it is not said which to keep."""
     return Checkpoints(run_dir / "checkpoints", keep)
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from latte import optim, processes
-from latte.checkpoint import Checkpoints
+from latte.checkpoint import Checkpoints, Keep
 from latte.config import Config
 from latte.cost import count_parameters, shapes, training_flops_per_token
 from latte.data.batch import Batch
@@ -30,9 +30,10 @@ from latte.data.store import TokenStore
 from latte.errors import RunFailedError, UserError
 from latte.memory import keep_freed_pages
 from latte.mesh import check_rows, make_mesh, put_flag, put_rows, rows_here, shardings
-from latte.metrics import Metrics, NoMetrics
+from latte.metrics import Metrics, NoMetrics, heldout_losses
 from latte.model import LanguageModel
 from latte.monitor import Monitor
+from latte.replay import replay
 from latte.report import report_heldout
 from latte.run import (
     check_store,
@@ -159,12 +160,16 @@ def _train(config: Config, run_dir: Path, monitor: Monitor) -> None:
     check_rows(mesh, config.train.batch_size // config.train.accumulate)
     processes.first_alone(partial(_begin, config, run_dir, store))
     keep_compiled(config)
-    checkpoints = checkpoints_of(run_dir, config.train.keep)
+    keep = Keep(config.train.keep, config.train.keep_every)
+    checkpoints = checkpoints_of(run_dir, keep)
     with jax.set_mesh(mesh), contextlib.closing(checkpoints):
         state = _restore(config, checkpoints)
         done = int(state.step)
+        if config.train.keep_best:
+            for at, loss in heldout_losses(run_dir / "metrics.jsonl", done):
+                keep.note(at, loss)
         with metrics_of(run_dir, config, done) as metrics, _Stop() as stop:
-            loop = _Loop(config, run_dir, store, checkpoints, metrics, monitor, state)
+            loop = _Loop(config, run_dir, store, checkpoints, keep, metrics, monitor, state)
             loop.run(loader.iterate(done), stop)
 
 
@@ -239,13 +244,14 @@ class _Loop:
         run_dir: Path,
         store: TokenStore,
         checkpoints: Checkpoints,
+        keep: Keep,
         metrics: Metrics | NoMetrics,
         monitor: Monitor,
         state: TrainState,
     ):
         self.config, self.run_dir, self.store = config, run_dir, store
         self.checkpoints, self.metrics, self.state = checkpoints, metrics, state
-        self.monitor = monitor
+        self.keep, self.monitor = keep, monitor
         self.late: deque[_Late] = deque()
         self.skipped, self.stopping = 0, False
         device = jax.devices()[0].device_kind
@@ -270,9 +276,10 @@ class _Loop:
             donate_argnums=0,
             out_shardings=(shardings(self.state), None),
         )
+        run_step = replay(step_function, train.replay_every)
         for step in range(done + 1, train.steps + 1):
             batch = put_rows(next(batches), train.batch_size, here)
-            self.state, heard = step_function(self.state, batch, put_flag(stop.asked))
+            self.state, heard = run_step(step, self.state, batch, put_flag(stop.asked))
             self.late.append(_Late(step, *heard))
             self._read_reports(_LATE)
             self.monitor.step(step)
@@ -342,5 +349,8 @@ class _Loop:
         self.monitor.rest()
         self._read_reports(0)
         self.metrics.sync()
-        report_heldout(self.config, self.run_dir, self.store, self.metrics, self.state.model, step)
+        arguments = self.config, self.run_dir, self.store, self.metrics, self.state.model, step
+        loss = report_heldout(*arguments)
+        if self.config.train.keep_best:
+            self.keep.note(step, loss)
         self.speed.restart()

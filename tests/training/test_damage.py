@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from latte.checkpoint import Checkpoints
+from latte.checkpoint import Checkpoints, Keep
 from latte.errors import UserError
 from tests.training.tiny import same_run
 
@@ -74,14 +74,14 @@ def move(state: dict) -> dict:
 @pytest.fixture
 def saved(tmp_path) -> Path:
     """Checkpoints of steps 1 to 3."""
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=3)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=Keep(3))
     for step in (1, 2, 3):
         checkpoints.save(step, {"state": state(step)})
     checkpoints.close()
     return tmp_path / "run" / "checkpoints"
 
 
-def restored_step(folder: Path, keep: int | None = None) -> int:
+def restored_step(folder: Path, keep: Keep | None = None) -> int:
     found = Checkpoints(folder, keep).restore({"state": state(0)})
     assert found is not None
     for name, array in found[0]["state"].items():
@@ -91,7 +91,7 @@ def restored_step(folder: Path, keep: int | None = None) -> int:
 
 def test_restored_arrays_are_those_that_were_saved_while_steps_went_on(tmp_path):
     """Steps give their buffers away while the background still writes from them."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=30)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=Keep(30))
     now, saved = state(0), {}
     for step in range(30):
         saved[step] = jax.tree.map(np.array, now)
@@ -132,10 +132,10 @@ def test_reading_changes_nothing_and_writing_moves_away(saved):
     truncate(largest(saved / "3"))
     assert restored_step(saved) == 2
     assert (saved / "3").exists()
-    assert restored_step(saved, keep=3) == 2
+    assert restored_step(saved, keep=Keep(3)) == 2
     assert not (saved / "3").exists()
     assert (saved.parent / "damaged" / "3").exists()
-    checkpoints = Checkpoints(saved, keep=3)
+    checkpoints = Checkpoints(saved, keep=Keep(3))
     checkpoints.save(3, {"state": state(3)})
     checkpoints.close()
     assert restored_step(saved) == 3
@@ -146,20 +146,31 @@ def test_half_written_checkpoints_are_left_out_and_cleared_away(saved):
     shutil.copytree(saved / "3", half)
     assert restored_step(saved) == 3
     assert half.exists()  # its writer may still be at work
-    assert restored_step(saved, keep=3) == 3
-    Checkpoints(saved, keep=3).close()
+    assert restored_step(saved, keep=Keep(3)) == 3
+    Checkpoints(saved, keep=Keep(3)).close()
     assert not half.exists()
 
 
 def test_no_checkpoint(tmp_path):
     assert Checkpoints(tmp_path / "none").restore({"state": state(0)}) is None
     assert not (tmp_path / "none").exists()
-    assert Checkpoints(tmp_path / "new", keep=1).restore({"state": state(0)}) is None
+    assert Checkpoints(tmp_path / "new", keep=Keep(1)).restore({"state": state(0)}) is None
 
 
 def test_all_damaged(saved):
     for step in "123":
         truncate(largest(saved / step))
     with pytest.raises(UserError, match=r"every checkpoint in .* is damaged \(step 3: "):
-        Checkpoints(saved, keep=3).restore({"state": state(0)})
+        Checkpoints(saved, keep=Keep(3)).restore({"state": state(0)})
     assert len(list(saved.iterdir())) == 3
+
+
+def test_the_newest_the_regular_and_the_best_stay(tmp_path):
+    keep = Keep(newest=2, every=4)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep)
+    for step in range(1, 12):
+        checkpoints.save(step, {"state": state(step)})
+        checkpoints.wait()
+        keep.note(step, float(abs(step - 6)))
+    checkpoints.close()
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [4, 6, 8, 10, 11]
