@@ -8,7 +8,7 @@ with a window of 128, RG-LRU W2048, attention H16 D128; the cross-entropy of wid
 words. "Step" is forward and backward. Every output and gradient is compared with the definition, in
 float32, before it is timed; what is printed is the largest error of them, norm over norm. Floors
 are the time that a copy takes for the arrays that must move, and a large product for the arithmetic
-of the definition, both timed in this process. cuDNN's attention, through JAX, runs beside.
+of the definition, both timed in this process. cuDNN's attention runs beside.
 """
 
 import argparse
@@ -119,15 +119,9 @@ def attention_cases(length: int, window: int | None) -> Iterator[Case]:
     def attention(impl: str) -> Callable:
         return lambda *arrays: ops.attention(*arrays, window=window, impl=impl)[0]
 
-    def cudnn(*arrays: Array) -> Array:
-        sides = None if window is None else (window - 1, 0)
-        return jax.nn.dot_product_attention(
-            *arrays, is_causal=True, local_window_size=sides, implementation="cudnn"
-        )
-
     functions = {"xla": attention("xla"), "pallas": attention("pallas")}
     if jax.default_backend() == "gpu":
-        functions["cudnn"] = cudnn
+        functions["cudnn"] = attention("cudnn")
     definition = attention(definition_at(length))
     name = "attention" if window is None else f"attention W{window}"
     for impl, function in functions.items():

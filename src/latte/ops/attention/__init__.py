@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from latte.ops.attention import gpu, tpu, xla
+from latte.ops.attention import cudnn, gpu, tpu, xla
 from latte.ops.attention.scores import Score, Window
 from latte.ops.chunk import accumulator, visible
 from latte.ops.dispatch import choose
@@ -75,6 +75,13 @@ def _reference(
     return jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest").astype(v.dtype)
 
 
+def _cudnn(
+    q: Array, k: Array, v: Array, run_q: Array, run_k: Array, window: Window, score: Score
+) -> Array:
+    """cuDNN's form, of tokens that all belong to one document."""
+    return cudnn.attention(q, k, v, window, score)
+
+
 _FORMS = {"reference": _reference, "xla": xla.attention}
 _KERNELS = {"tpu": tpu.attention, "gpu": gpu.attention}
 
@@ -101,15 +108,15 @@ def attention(
         softcap: c · tanh(logit / c), as in Gemma 2.
         segment_ids: the document of each token, ≥ 0; nothing crosses from one to the next.
         state: what an earlier call returned; its document goes on where the segment id is the same.
-        impl: None, "reference", "xla" or "pallas"; one asked for by name never gives way to
-            another.
+        impl: None, "reference", "xla", "pallas" or "cudnn"; one asked for by name never gives way
+            to another. On a GPU None is cuDNN, the fastest, wherever it takes the call.
 
     Returns:
         y and the state after the last token.
 
     Raises:
-        ValueError: H is no multiple of G, `impl` is not there, or a window that looks right is
-            given a state.
+        ValueError: H is no multiple of G, `impl` is not there or does not take the call, or a
+            window that looks right is given a state.
     """
     batch, length, heads, key_size = q.shape
     kv_heads = v.shape[2]
@@ -131,7 +138,12 @@ def attention(
     score = Score(key_size**-0.5 if scale is None else scale, softcap)
     # One token needs no kernel, and kernels have no float64.
     fits = length > 1 and v.dtype in (jnp.bfloat16, jnp.float32) and score.scale > 0
-    form = choose("attention", impl, _FORMS, _KERNELS, fits=fits)
+    forms = dict(_FORMS)
+    if segment_ids is None and state is None and cudnn.fits(q, k, v, reach, score):
+        forms["cudnn"] = _cudnn
+    elif impl == "cudnn":
+        raise ValueError("cuDNN takes rows of one document and no past, 16 bits and no soft cap")
+    form = choose("attention", impl, forms, _KERNELS, fits=fits, native={"gpu": "cudnn"})
     y = form(q, k, v, runs.run, run_k, reach, score)
     seen = run_k == runs.run[:, -1:]
     return y, AttentionState(_last(k, kept), _last(v, kept), _last(seen, kept), runs.last)

@@ -1,4 +1,4 @@
-"""Attention on GPUs: flash kernels for packed documents, and cuDNN for whole rows.
+"""Attention on GPUs: flash kernels for packed documents.
 
 Forward, over blocks of keys, with a query's running maximum m and sum ℓ in float32:
 
@@ -38,6 +38,7 @@ from latte.ops.attention.gpu_block import (
     store_rows,
     tokens,
 )
+from latte.ops.attention.gpu_reach import Side, bounds
 from latte.ops.attention.scores import Score, Window
 
 
@@ -74,7 +75,7 @@ class Tiles:
 
 
 def _sweep(reach_ref: Any, plan: Plan, tile: Tile, visit: Callable, carry: Any) -> Any:
-    """Visits all blocks that `_reach` names; `visit` maps (whether it must mask, block, carry).
+    """Visits all blocks that `bounds` names; `visit` maps (whether it must mask, block, carry).
 
     Blocks in the middle are seen whole and need no mask, which is five operations a pair. A narrow
     window has too few of them to pay for loops of their own.
@@ -188,53 +189,6 @@ def _dkv_kernel(
     store_rows(dv_ref, dv, at_k, plan.keys, plan.size)
 
 
-class _Side(NamedTuple):
-    """Tokens of one kind: their run numbers and how they are cut into blocks."""
-
-    run: Int[Array, "B T"]
-    block: int
-
-    def extremes(self) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
-        """The smallest and the largest run number of each block."""
-        batch, length = self.run.shape
-        run = jnp.pad(self.run, ((0, 0), (0, -length % self.block)), mode="edge")
-        run = run.reshape(batch, -1, self.block)
-        return run.min(axis=-1), run.max(axis=-1)
-
-
-def _reach(own: _Side, other: _Side, offset: int, window: Window) -> Int[Array, "B n 4"]:
-    """What a block of this side must visit of the other: from which block, up to which.
-
-    Between them, in second and third place: from which block up to which all tokens see all.
-
-    A token at x sees places x + offset − left to x + offset + right, and its own document only.
-    Runs need not be in order: blocks before the first, and from the last on, overlap this one in no
-    run, and those between the two in the middle hold this one's only run and no other.
-    """
-    low, high = own.extremes()
-    other_low, other_high = other.extremes()
-    count, block = other_low.shape[1], other.block
-    until = jax.lax.cummax(other_high, axis=1)
-    onwards = jax.lax.cummin(other_low, axis=1, reverse=True)
-    reached, passed = (jax.vmap(partial(jnp.searchsorted, side=s)) for s in ("left", "right"))
-    first, whole = reached(until, low), reached(onwards, high)
-    rest, last = passed(until, low), passed(onwards, high)
-    start = jnp.arange(low.shape[1]) * own.block + offset
-    end = start + own.block - 1
-    if window.left is not None:
-        first = jnp.maximum(first, (start - window.left) // block)
-        whole = jnp.maximum(whole, -((window.left - end) // block))
-    if window.right is not None:
-        last = jnp.minimum(last, (end + window.right) // block + 1)
-        rest = jnp.minimum(rest, (start + window.right + 1) // block)
-    first = jnp.clip(first, 0, count)
-    last = jnp.maximum(first, last)
-    whole = jnp.clip(whole, first, last)
-    # A last block that is not full holds places that no token sees.
-    rest = jnp.clip(jnp.minimum(rest, other.run.shape[1] // block), whole, last)
-    return jnp.stack([first, whole, rest, last], axis=-1).astype(jnp.int32)
-
-
 def _heads(tile: int | None, length: int, heads: int | None, size: int, head: Callable) -> Any:
     """Of [B, length, heads, size]: a program's own tile of it, or all tokens, of some heads."""
 
@@ -339,7 +293,7 @@ def _forward(
     batch, length, heads, _ = q.shape
     inputs, y, numbers = _by_queries(plan, tile)
     sums = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-    sides = _Side(run_q, tile.own), _Side(run_k, tile.visit)
+    sides = Side(run_q, tile.own), Side(run_k, tile.visit)
     return _call(
         _y_kernel,
         plan,
@@ -349,14 +303,14 @@ def _forward(
         in_specs=inputs,
         out_specs=[y, numbers, numbers],
         out_shape=[jax.ShapeDtypeStruct((*q.shape[:3], plan.size), v.dtype), sums, sums],
-    )(_reach(*sides, plan.past, plan.window), run_q, run_k, q, k, v)
+    )(bounds(*sides, plan.past, plan.window), run_q, run_k, q, k, v)
 
 
 def _backward_q(arrays: tuple, sums: tuple, dy: Array, settings: _Settings) -> Array:
     q, k, v, run_q, run_k = arrays
     plan, tile = _plan(q, k, v, settings), settings.tiles.dq
     inputs, y, numbers = _by_queries(plan, tile)
-    sides = _Side(run_q, tile.own), _Side(run_k, tile.visit)
+    sides = Side(run_q, tile.own), Side(run_k, tile.visit)
     return _call(
         _dq_kernel,
         plan,
@@ -366,14 +320,14 @@ def _backward_q(arrays: tuple, sums: tuple, dy: Array, settings: _Settings) -> A
         in_specs=[*inputs, y, numbers, numbers, numbers],
         out_specs=inputs[3],
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )(_reach(*sides, plan.past, plan.window), run_q, run_k, q, k, v, dy, *sums)
+    )(bounds(*sides, plan.past, plan.window), run_q, run_k, q, k, v, dy, *sums)
 
 
 def _backward_kv(arrays: tuple, sums: tuple, dy: Array, settings: _Settings) -> tuple[Array, Array]:
     q, k, v, run_q, run_k = arrays
     plan, tile = _plan(q, k, v, settings), settings.tiles.dkv
     inputs, y, numbers = _by_keys(plan, tile)
-    sides = _Side(run_k, tile.own), _Side(run_q, tile.visit)
+    sides = Side(run_k, tile.own), Side(run_q, tile.visit)
     # Seen from a key, the window looks the other way.
     window = Window(plan.window.right, plan.window.left)
     dk, dv = _call(
@@ -385,7 +339,7 @@ def _backward_kv(arrays: tuple, sums: tuple, dy: Array, settings: _Settings) -> 
         in_specs=[*inputs, y, numbers, numbers, numbers],
         out_specs=inputs[4:6],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
-    )(_reach(*sides, -plan.past, window), run_q, run_k, q, k, v, dy, *sums)
+    )(bounds(*sides, -plan.past, window), run_q, run_k, q, k, v, dy, *sums)
     return dk, dv
 
 
@@ -445,38 +399,3 @@ def attention(
         tiles = Tiles.of(max(q.shape[3], v.shape[3]), v.dtype)
     settings = _Settings(window, score, tiles, interpret)
     return _attention(q.astype(v.dtype), k.astype(v.dtype), v, run_q, run_k, settings)
-
-
-def cudnn_fits(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G D"],
-    window: Window,
-    score: Score,
-) -> bool:
-    """Whether `cudnn` takes these arrays: 16 bits, no past, no soft cap, a window that it knows."""
-    narrow = {x.dtype for x in (q, k, v)} in ({jnp.dtype("bfloat16")}, {jnp.dtype("float16")})
-    sizes = q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0 and q.shape[3] <= 128
-    known = window.right == 0 or window == Window(None, None)
-    return narrow and sizes and known and q.shape[1] == k.shape[1] and score.softcap is None
-
-
-def cudnn(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T G K"],
-    v: Float[Array, "B T G D"],
-    window: Window,
-    score: Score,
-) -> Float[Array, "B T H D"]:
-    """NVIDIA's attention, for rows of one document each; see `cudnn_fits`."""
-    near = window.left is not None and window.left < q.shape[1] - 1
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        scale=score.scale,
-        is_causal=window.right == 0,
-        # JAX's window leaves out the token itself, as Window does.
-        local_window_size=(window.left, 0) if near and window.left is not None else None,
-        implementation="cudnn",
-    )
