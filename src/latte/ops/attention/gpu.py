@@ -97,20 +97,11 @@ def _y_kernel(
     q = plan.load_queries((q_ref, run_q_ref), at_q)
 
     def visit(masked, j, carry):
-        u, m, l = carry
         here = pl.ds(j * tile.visit, tile.visit)
         refs = k_ref.at[here], v_ref.at[here], run_k_ref.at[here]
-        k = plan.load_keys(refs, tokens(j, tile.visit), masked)
-        weights, kept, m = plan.weigh(plan.logits(q, k)[1], m)
-        u = u * kept[:, None] + plan.dot(weights, k.v)
-        return u, m, l * kept + jnp.sum(weights, axis=1)
+        return plan.visit_keys(carry, q, plan.load_keys(refs, tokens(j, tile.visit), masked))
 
-    start = (
-        jnp.zeros((tile.own, padded(plan.size)), jnp.float32),
-        jnp.full((tile.own,), -jnp.inf, jnp.float32),
-        jnp.zeros((tile.own,), jnp.float32),
-    )
-    u, m, l = _sweep(reach_ref, plan, tile, visit, start)
+    u, m, l = _sweep(reach_ref, plan, tile, visit, plan.nothing_seen(tile.own))
     store_rows(y_ref, u / l[:, None], at_q, plan.queries, plan.size)
     store_numbers(m_ref, m, at_q, plan.queries)
     store_numbers(l_ref, jnp.log2(l), at_q, plan.queries)

@@ -115,6 +115,24 @@ class Plan:
         weights = jnp.exp2((z - base[:, None]) * self.steepness)
         return weights, jnp.exp2((m - base) * self.steepness), top
 
+    def visit_keys(
+        self,
+        carry: tuple[Float[Array, "C D"], Float[Array, " C"], Float[Array, " C"]],
+        q: Queries,
+        k: Keys,
+    ) -> tuple[Float[Array, "C D"], Float[Array, " C"], Float[Array, " C"]]:
+        """(u, m, ℓ) of a block of queries after one more block of keys."""
+        u, m, l = carry
+        weights, kept, m = self.weigh(self.logits(q, k)[1], m)
+        u = u * kept[:, None] + self.dot(weights, k.v)
+        return u, m, l * kept + jnp.sum(weights, axis=1)
+
+    def nothing_seen(self, count: int) -> tuple[Array, Array, Array]:
+        """(u, m, ℓ) of queries before their first key."""
+        zeros = jnp.zeros((count,), jnp.float32)
+        u = jnp.zeros((count, padded(self.size)), jnp.float32)
+        return u, jnp.full((count,), -jnp.inf, jnp.float32), zeros
+
     def weights(self, z: Array, sums: Sums, by_keys: bool = False) -> Array:
         """The softmax, from what it left of each query."""
         m, l = (x[None] if by_keys else x[:, None] for x in (sums.m, sums.l))
