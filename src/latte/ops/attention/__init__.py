@@ -20,9 +20,16 @@ from latte.ops.attention import cudnn, gpu, tpu, xla
 from latte.ops.attention.scores import Score, Window
 from latte.ops.chunk import accumulator, visible
 from latte.ops.dispatch import choose
-from latte.ops.segments import EMPTY, number_runs
+from latte.ops.segments import EMPTY, Runs, number_runs
 
-__all__ = ["AttentionState", "attention", "empty_state", "reference"]
+__all__ = [
+    "AttentionState",
+    "after_past",
+    "attention",
+    "empty_state",
+    "reference",
+    "remember",
+]
 
 
 class AttentionState(NamedTuple):
@@ -118,24 +125,19 @@ def attention(
         ValueError: H is no multiple of G, `impl` is not there or does not take the call, or a
             window that looks right is given a state.
     """
-    batch, length, heads, key_size = q.shape
+    _, length, heads, key_size = q.shape
     kv_heads = v.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
     reach = Window.of(window)
     if state is not None and reach.right != 0:
         raise ValueError("a window that looks right has no state: give the whole sequence at once")
-    if state is None:
-        kept = length if reach.left is None else reach.left * (reach.right == 0)
-        runs = number_runs(segment_ids, jnp.full((batch,), EMPTY, jnp.int32), length)
-        run_k = runs.run
-    else:
+    if state is not None:
         kept = state.k.shape[1]
-        runs = number_runs(segment_ids, state.segment, length)
-        run_k = jnp.concatenate([jnp.where(state.seen, 0, EMPTY), runs.run], axis=1)
-        k = jnp.concatenate([state.k.astype(k.dtype), k], axis=1)
-        v = jnp.concatenate([state.v.astype(v.dtype), v], axis=1)
-    score = Score(key_size**-0.5 if scale is None else scale, softcap)
+    else:
+        kept = length if reach.left is None else reach.left * (reach.right == 0)
+    k, v, runs, run_k = after_past(k, v, segment_ids, state)
+    score = Score.of(key_size, scale, softcap)
     # One token needs no kernel, and kernels have no float64.
     fits = length > 1 and v.dtype in (jnp.bfloat16, jnp.float32) and score.scale > 0
     forms = dict(_FORMS)
@@ -145,8 +147,37 @@ def attention(
         raise ValueError("cuDNN takes rows of one document and no past, 16 bits and no soft cap")
     form = choose("attention", impl, forms, _KERNELS, fits=fits, native={"gpu": "cudnn"})
     y = form(q, k, v, runs.run, run_k, reach, score)
+    return y, remember(k, v, runs, run_k, kept)
+
+
+def after_past(
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G D"],
+    segment_ids: Int[Array, "B T"] | None,
+    state: AttentionState | None,
+) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G D"], Runs, Int[Array, "B S"]]:
+    """Keys and values after those of a state, the tokens' documents, and the keys' run numbers."""
+    batch, length = k.shape[:2]
+    if state is None:
+        runs = number_runs(segment_ids, jnp.full((batch,), EMPTY, jnp.int32), length)
+        return k, v, runs, runs.run
+    runs = number_runs(segment_ids, state.segment, length)
+    run_k = jnp.concatenate([jnp.where(state.seen, 0, EMPTY), runs.run], axis=1)
+    k = jnp.concatenate([state.k.astype(k.dtype), k], axis=1)
+    v = jnp.concatenate([state.v.astype(v.dtype), v], axis=1)
+    return k, v, runs, run_k
+
+
+def remember(
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G D"],
+    runs: Runs,
+    run_k: Int[Array, "B S"],
+    kept: int,
+) -> AttentionState:
+    """The state after these keys and values, with room for `kept` tokens."""
     seen = run_k == runs.run[:, -1:]
-    return y, AttentionState(_last(k, kept), _last(v, kept), _last(seen, kept), runs.last)
+    return AttentionState(_last(k, kept), _last(v, kept), _last(seen, kept), runs.last)
 
 
 def _last(x: Array, count: int) -> Array:

@@ -9,15 +9,20 @@ latents; both read the same values:
 so the weights of all tokens that y_t mixes sum to one.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from latte.ops.attention import AttentionState, attention
+from latte.ops.attention import AttentionState, after_past, attention, remember
+from latte.ops.attention.scores import Score
 from latte.ops.chunk import accumulator
-from latte.ops.latte import LatteState, latte, mix_bidirectional
+from latte.ops.dispatch import choose
+from latte.ops.latte import LatteState, empty_state, latte, mix_bidirectional
+from latte.ops.macchiato import gpu
 
 __all__ = ["MacchiatoState", "bidirectional", "macchiato", "reference"]
 
@@ -27,6 +32,33 @@ class MacchiatoState(NamedTuple):
 
     latents: LatteState
     window: AttentionState
+
+
+def _fused(
+    q: Array,
+    k: Array,
+    v: Array,
+    qw: Array,
+    kw: Array,
+    *,
+    window: int,
+    scale: float | None,
+    softcap: float | None,
+    segment_ids: Array | None,
+    state: MacchiatoState | None,
+    kernel: Callable,
+) -> tuple[Array, MacchiatoState]:
+    """Both parts at once, in a kernel that takes the window's cache in front of kw and v."""
+    latents, local = (None, None) if state is None else state
+    if latents is None:
+        latents = empty_state(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+    kw, v, runs, run_k = after_past(kw, v, segment_ids, local)
+    score = Score.of(qw.shape[3], scale, softcap)
+    y, latents = kernel(q, k, v, qw, kw, runs, run_k, latents, window, score)
+    return y, MacchiatoState(latents, remember(kw, v, runs, run_k, window - 1))
+
+
+_KERNELS = {"gpu": partial(_fused, kernel=gpu.macchiato)}
 
 
 def macchiato(
@@ -58,8 +90,42 @@ def macchiato(
         y and the state after the last token.
 
     Raises:
-        ValueError: H is no multiple of G, or `impl` is not there.
+        ValueError: H is no multiple of G, or `impl` is not there or does not take these arrays.
     """
+    if q.shape[2] % v.shape[2]:
+        raise ValueError(f"{q.shape[2]} heads cannot share {v.shape[2]} key-value heads evenly")
+    # One token needs no kernel, and kernels have no float64.
+    fits = (
+        q.shape[1] > 1 and v.dtype in (jnp.bfloat16, jnp.float32) and (scale is None or scale > 0)
+    )
+    # Where no kernel is, each part has its own best form.
+    forms = {name: partial(_parts, impl=impl) for name in ("reference", "xla")}
+    form = choose("macchiato", impl, forms, _KERNELS, fits=fits)
+    return form(
+        *(q, k, v, qw, kw),
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        segment_ids=segment_ids,
+        state=state,
+    )
+
+
+def _parts(
+    q: Array,
+    k: Array,
+    v: Array,
+    qw: Array,
+    kw: Array,
+    *,
+    window: int,
+    scale: float | None,
+    softcap: float | None,
+    segment_ids: Array | None,
+    state: MacchiatoState | None,
+    impl: str | None,
+) -> tuple[Array, MacchiatoState]:
+    """Attention and Latte one after the other, mixed by p."""
     p = jax.nn.softmax(q.astype(accumulator(v.dtype)), axis=-1)
     latents, local = (None, None) if state is None else state
     near, local = attention(
