@@ -50,7 +50,7 @@ def _macchiato_backward(call: Call, saved: tuple, cotangents: tuple) -> tuple:
 _macchiato.defvjp(_macchiato_forward, _macchiato_backward)
 
 
-def _before(x: Array, count: int, fill: float = 0) -> Array:
+def _before(x: Array, count: int, fill: int = 0) -> Array:
     """x [B, S, …] after `count` tokens more."""
     widths = [(0, 0), (count, 0), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, widths, constant_values=fill)
