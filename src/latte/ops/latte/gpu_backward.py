@@ -53,14 +53,18 @@ def _write_queries(refs: tuple, inputs: Inputs, grads: Queries) -> None:
     g_ref[inputs.i, :] = grads.g
 
 
-def write_keys(refs: tuple, later: tuple, inputs: Inputs, grads: Keys) -> None:
+def add_later(refs: tuple, inputs: Inputs, grads: Keys) -> Keys:
     """Adds what later chunks say of the tokens, by way of the state after the chunk."""
     dtype = inputs.refs[2].dtype
-    ds, g = later[0][inputs.i, :, :], later[1][inputs.i, :]
+    ds, g = refs[0][inputs.i, :, :], refs[1][inputs.i, :]
     new = block.weigh_update(inputs.k, inputs.run, inputs.edge)[3]
     k = block.product(inputs.v, ds, dtype, over=(1, 1)) - g[None, :]
-    inputs.rows.store_latents(refs[0], grads.k + new * k)
-    inputs.rows.store_values(refs[1], grads.v + block.product(new, ds, dtype))
+    return Keys(grads.k + new * k, grads.v + block.product(new, ds, dtype))
+
+
+def _write_keys(refs: tuple, inputs: Inputs, grads: Keys) -> None:
+    inputs.rows.store_latents(refs[0], grads.k)
+    inputs.rows.store_values(refs[1], grads.v)
 
 
 def _queries_kernel(*refs, shape: Shape):
@@ -73,9 +77,7 @@ def _queries_kernel(*refs, shape: Shape):
 def _keys_kernel(*refs, shape: Shape):
     first = pl.program_id(1) * shape.chunk
     inputs = Inputs(refs[:8], first, 0, block.rows(shape, first, 0, 1))
-    dk, a = keys_in_products(inputs)
-    dv = block.product(a, inputs.dy, refs[2].dtype, over=(0, 0))
-    write_keys(refs[10:], refs[8:10], inputs, Keys(dk, dv))
+    _write_keys(refs[10:], inputs, add_later(refs[8:10], inputs, keys_in_products(inputs)))
 
 
 def repair(refs: tuple, exact_ref: Ref, shape: Shape, group: int, visit: Callable) -> None:
@@ -101,7 +103,8 @@ def _repair_queries_kernel(*refs, shape: Shape, group: int):
 
 def _repair_keys_kernel(*refs, shape: Shape, group: int):
     def visit(inputs):
-        write_keys(refs[13:], refs[8:10], inputs, keys_by_tokens(inputs, shape))
+        grads = keys_by_tokens(inputs, shape)
+        _write_keys(refs[13:], inputs, add_later(refs[8:10], inputs, grads))
 
     repair(refs[:8], refs[10], shape, group, visit)
 

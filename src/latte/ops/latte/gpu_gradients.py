@@ -89,17 +89,16 @@ def queries_in_products(inputs: Inputs) -> Queries:
     return Queries(dp, ds, g)
 
 
-def keys_in_products(inputs: Inputs) -> tuple[Float[Array, "C N"], Float[Array, "C C"]]:
-    """The gradient of k, and the weights that take dy to that of v."""
+def keys_in_products(inputs: Inputs) -> Keys:
     dtype = inputs.refs[2].dtype
     weights = block.weigh(inputs.k, inputs.run, inputs.edge, dtype)
-    _, da, dp = _reads(weights, inputs)
+    dy, da, dp = _reads(weights, inputs)
     u = inputs.p * weights.inverse
     mean = block.product(jnp.where(weights.pairs, 1.0, 0.0), u * dp, dtype, over=(0, 0))
     u = u.astype(dtype)
     k = weights.e.astype(jnp.float32) * (block.product(da, u, dtype, over=(0, 0)) - mean)
     a = jnp.where(weights.pairs, block.product(u, weights.e, dtype, over=(1, 1)), 0.0)
-    return k, a
+    return Keys(k, block.product(a, dy, dtype, over=(0, 0)))
 
 
 class _Read(NamedTuple):

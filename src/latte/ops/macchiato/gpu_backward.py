@@ -36,10 +36,9 @@ from latte.ops.attention.gpu_block import (
     tokens,
 )
 from latte.ops.latte import gpu_block as block
-from latte.ops.latte.gpu_backward import carry_back, repair, write_keys
+from latte.ops.latte.gpu_backward import add_later, carry_back, repair
 from latte.ops.latte.gpu_forward import group_size
 from latte.ops.latte.gpu_gradients import (
-    Keys,
     Queries,
     keys_by_tokens,
     keys_in_products,
@@ -48,7 +47,7 @@ from latte.ops.latte.gpu_gradients import (
 )
 from latte.ops.macchiato.gpu_block import Call, Inputs, Near
 from latte.ops.macchiato.gpu_forward import Arrays, Kept
-from latte.ops.macchiato.gpu_window import pull_later, pull_own, pull_queries
+from latte.ops.macchiato.gpu_window import pull_keys, pull_queries
 
 
 def _inputs(refs: tuple, first: Array, i: Array | int, group: int, call: Call) -> Inputs:
@@ -175,15 +174,12 @@ def _reader(refs: tuple, call: Call) -> Callable[[Array], tuple[Array, Sums]]:
 def _keys_kernel(*refs, call: Call):
     """Refs: 8 of the latents, 4 of the window, dy, m, l over p0, δ, later ds and g; dk, dv, dkw."""
     inputs = _inputs(refs, pl.program_id(1) * call.shape.chunk, 0, 1, call)
-    read = _reader(refs[12:16], call)
-    dkw, dv = pull_later(call, inputs.near, read, inputs.index + call.past)
-    q, weights, dz = pull_own(inputs, read(inputs.index)[1])
-    dkw = (dkw + call.plan.dot(dz, q.x, trans_a=True)) * call.plan.score.scale
+    dk, dv = add_later(refs[16:18], inputs, keys_in_products(inputs))
+    inputs.rows.store_latents(refs[18], dk)
+    dkw, dv = pull_keys(call, inputs.near, _reader(refs[12:16], call), inputs.index + call.past, dv)
+    inputs.rows.store_values(refs[19], dv)
     at = tokens(inputs.index, call.shape.chunk)
     store_rows(refs[20], dkw, at, call.plan.queries, call.plan.key_size)
-    dk, a = keys_in_products(inputs)
-    dv = dv + block.product(a + weights, inputs.dy, call.plan.dtype, over=(0, 0))
-    write_keys(refs[18:20], refs[16:18], inputs, Keys(dk, dv))
 
 
 def _repair_keys_kernel(*refs, call: Call, group: int):
@@ -191,12 +187,11 @@ def _repair_keys_kernel(*refs, call: Call, group: int):
 
     def visit(latents):
         inputs = _inputs(refs, latents.first, latents.i, group, call)
+        dk, dv = add_later(refs[16:18], inputs, keys_by_tokens(inputs, call.shape))
+        inputs.rows.store_latents(refs[21], dk)
         read = _reader(refs[12:16], call)
-        _, dv = pull_later(call, inputs.near, read, inputs.index + call.past)
-        _, weights, _ = pull_own(inputs, read(inputs.index)[1])
-        dv = dv + block.product(weights, inputs.dy, call.plan.dtype, over=(0, 0))
-        grads = keys_by_tokens(inputs, call.shape)
-        write_keys(refs[21:], refs[16:18], inputs, grads._replace(v=grads.v + dv))
+        _, dv = pull_keys(call, inputs.near, read, inputs.index + call.past, dv)
+        inputs.rows.store_values(refs[22], dv)
 
     repair(refs[:8], refs[18], call.shape, group, visit)
 
@@ -204,9 +199,10 @@ def _repair_keys_kernel(*refs, call: Call, group: int):
 def _past_kernel(*refs, call: Call):
     """Refs: 4 of the window, dy, m, l over p0, δ; dkw and dv."""
     j, plan = pl.program_id(1), call.plan
-    dkw, dv = pull_later(call, Near(*refs[:4]), _reader(refs[4:8], call), j)
+    zeros = jnp.zeros((call.shape.chunk, padded(plan.size)), jnp.float32)
+    dkw, dv = pull_keys(call, Near(*refs[:4]), _reader(refs[4:8], call), j, zeros)
     at = tokens(j, call.shape.chunk)
-    store_rows(refs[8], dkw * plan.score.scale, at, plan.past, plan.key_size)
+    store_rows(refs[8], dkw, at, plan.past, plan.key_size)
     store_rows(refs[9], dv, at, plan.past, plan.size)
 
 

@@ -24,7 +24,7 @@ from latte.ops.latte.gpu_backward import repair
 from latte.ops.latte.gpu_block import Carry, Chunk, Edge
 from latte.ops.latte.gpu_forward import States, by_tokens, group_size, in_products, incoming
 from latte.ops.macchiato.gpu_block import Call, Inputs, Near
-from latte.ops.macchiato.gpu_window import attend, own_keys
+from latte.ops.macchiato.gpu_window import attend
 
 
 class Arrays(NamedTuple):
@@ -104,7 +104,7 @@ def _outputs_kernel(*refs, call: Call):
     store_numbers(l_ref, l, at, call.plan.queries)
     carry = Carry(inputs.edge, inputs.s)
     a, read, exact = in_products(p, inputs.k, inputs.run, carry, y_ref.dtype)
-    y = u + read + block.product(a + weights, own_keys(inputs).v, y_ref.dtype)
+    y = u + read + block.product(a + weights, inputs.v, y_ref.dtype)
     inputs.rows.store_values(y_ref, y)
     exact_ref[0] = exact.astype(jnp.int32)
 
