@@ -26,6 +26,7 @@ from timing import copy_rate, milliseconds, product_rate
 
 from latte import ops
 from latte.environment import describe
+from latte.ops.macchiato import parts
 
 TOKENS, HEADS, SIZE, WINDOW, WIDTH = 32768, 16, 128, 128, 2048
 TOLERANCE = 3e-2
@@ -98,12 +99,16 @@ def macchiato_cases(length: int) -> Iterator[Case]:
     arrays = random((*rows, 65), (*rows, 64), *[(*rows, SIZE)] * 3)
     flops = 4.0 * TOKENS * HEADS * SIZE * (64 + WINDOW)
 
-    def macchiato(impl: str | None) -> Callable:
+    def macchiato(impl: str) -> Callable:
         return lambda *arrays: ops.macchiato(*arrays, window=WINDOW, impl=impl)[0]
 
+    def separate(*arrays: Array) -> Array:
+        return parts(*arrays, window=WINDOW)[0]
+
+    functions = {"xla": macchiato("xla"), "parts": separate, "pallas": macchiato("pallas")}
     definition = macchiato(definition_at(length))
-    for name, impl in {"xla": "xla", "parts": None}.items():
-        yield Case("macchiato", name, length, macchiato(impl), arrays, definition, flops)
+    for impl, function in functions.items():
+        yield Case("macchiato", impl, length, function, arrays, definition, flops)
 
 
 def rg_lru_cases(length: int) -> Iterator[Case]:

@@ -99,7 +99,7 @@ def macchiato(
         q.shape[1] > 1 and v.dtype in (jnp.bfloat16, jnp.float32) and (scale is None or scale > 0)
     )
     # Where no kernel is, each part has its own best form.
-    forms = {name: partial(_parts, impl=impl) for name in ("reference", "xla")}
+    forms = {name: partial(parts, impl=impl) for name in ("reference", "xla")}
     form = choose("macchiato", impl, forms, _KERNELS, fits=fits)
     return form(
         *(q, k, v, qw, kw),
@@ -111,7 +111,7 @@ def macchiato(
     )
 
 
-def _parts(
+def parts(
     q: Array,
     k: Array,
     v: Array,
@@ -119,13 +119,13 @@ def _parts(
     kw: Array,
     *,
     window: int,
-    scale: float | None,
-    softcap: float | None,
-    segment_ids: Array | None,
-    state: MacchiatoState | None,
-    impl: str | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    segment_ids: Array | None = None,
+    state: MacchiatoState | None = None,
+    impl: str | None = None,
 ) -> tuple[Array, MacchiatoState]:
-    """Attention and Latte one after the other, mixed by p."""
+    """`macchiato` from attention and Latte, one after the other, each in the form `impl`."""
     p = jax.nn.softmax(q.astype(accumulator(v.dtype)), axis=-1)
     latents, local = (None, None) if state is None else state
     near, local = attention(
