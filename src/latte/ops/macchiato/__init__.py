@@ -55,7 +55,8 @@ def _fused(
     kw, v, runs, run_k = after_past(kw, v, segment_ids, local)
     score = Score.of(qw.shape[3], scale, softcap)
     y, latents = kernel(q, k, v, qw, kw, runs, run_k, latents, window, score)
-    return y, MacchiatoState(latents, remember(kw, v, runs, run_k, window - 1))
+    kept = window - 1 if local is None else local.k.shape[1]
+    return y, MacchiatoState(latents, remember(kw, v, runs, run_k, kept))
 
 
 _KERNELS = {"gpu": partial(_fused, kernel=gpu.macchiato)}
