@@ -24,10 +24,6 @@ from latte.ops.segments import EMPTY, Runs
 
 __all__ = ["Tiles", "macchiato"]
 
-_TILES = Tiles()
-_WIDE_TILES = Tiles(chunk=32, output_warps=8, query_warps=8, key_warps=8, window_stages=1)
-"""For float32, whose products run without matrix units and take more registers."""
-
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _macchiato(call: Call, arrays: Arrays, state: tuple) -> tuple:
@@ -75,7 +71,7 @@ def macchiato(
 
     Args:
         v, kw, run_past: of which the last T are the call's own tokens, others those of the past.
-        tiles: how the kernels cut their work; by type where None.
+        tiles: how the kernels cut their work; by head size and type where None.
         interpret: run them as plain JAX, on any machine.
 
     Raises:
@@ -87,7 +83,7 @@ def macchiato(
     if max(x.size for x in (q, k, v, qw, kw)) >= 2**31:
         raise ValueError("the kernels count entries of an array in 32 bits: split the batch")
     if tiles is None:
-        tiles = _WIDE_TILES if v.dtype == jnp.float32 else _TILES
+        tiles = Tiles.of(max(qw.shape[3], v.shape[3]), v.dtype)
     (batch, length, heads, latents), (keys, kv_heads, size) = k.shape, v.shape[1:]
     chunk, share = min(tiles.chunk, max(16, pl.next_power_of_2(length))), heads // kv_heads
     shape = Shape(batch, length, heads, latents, size, chunk, share)

@@ -29,6 +29,17 @@ class Tiles(gpu_block.Tiles):
 
     window_stages: int = 2
 
+    @classmethod
+    def of(cls, size: int, dtype: jnp.dtype) -> "Tiles":
+        """Tiles for heads of up to `size` channels by what the compiler keeps in registers for an
+        H100 or H200: nearly all where it can, most where float32 goes without matrix units."""
+        wide = dict.fromkeys(("state_warps", "output_warps", "query_warps", "key_warps"), 8)
+        if dtype == jnp.float32:
+            return cls(chunk=32 if size <= 128 else 16, window_stages=1, **wide)
+        if size <= 128:
+            return cls(key_warps=4 if size <= 64 else 8)
+        return cls(**wide)
+
 
 class Call(NamedTuple):
     """What all kernels of a call know when they are compiled: of the latents, and of the window."""
