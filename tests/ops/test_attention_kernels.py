@@ -11,8 +11,10 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from latte.ops.attention import attention, gpu, tpu
+from latte.ops.attention import attention, cudnn, gpu, tpu
+from latte.ops.attention.gpu_reach import Side, bounds
 from latte.ops.attention.scores import Score, Window
+from latte.ops.dispatch import tracing_for
 from tests.ops import helpers
 from tests.ops.mixers import MIXERS, meaning
 
@@ -216,9 +218,9 @@ def test_gpu_kernels_visit_what_they_must_and_mask_what_they_must():
             (sees, (q, k), past, window),
             (sees.T, (k, q), -past, Window(right, left)),
         ):
-            blocks = gpu._Side(sides[0], own), gpu._Side(sides[1], other)
-            bounds = np.asarray(gpu._reach(*blocks, offset, reach))[0]
-            for i, (first, whole, rest, last) in enumerate(bounds):
+            blocks = Side(sides[0], own), Side(sides[1], other)
+            found = np.asarray(bounds(*blocks, offset, reach))[0]
+            for i, (first, whole, rest, last) in enumerate(found):
                 rows = pairs[i * own : (i + 1) * own]
                 assert not rows[:, : first * other].any()
                 assert not rows[:, last * other :].any()
@@ -247,7 +249,7 @@ def test_cudnn_is_asked_for_what_it_knows_only():
     plain, past = Score(0.125, None), Window(None, 0)
 
     def fits(q=q, k=k, v=v, window=past, score=plain):
-        return gpu.cudnn_fits(*(jnp.zeros(x.shape, x.dtype) for x in (q, k, v)), window, score)
+        return cudnn.fits(*(jnp.zeros(x.shape, x.dtype) for x in (q, k, v)), window, score)
 
     assert all(fits(window=window) for window in (past, Window(9, 0), Window(None, None)))
     assert not any(fits(window=window) for window in (Window(9, 3), Window(0, None)))
@@ -255,6 +257,34 @@ def test_cudnn_is_asked_for_what_it_knows_only():
     assert not fits(*shapes(2, 64, 0, 4, 2, 64, 64, jnp.float32)[:3])
     assert not fits(*shapes(2, 64, 7, 4, 2, 64, 64, jnp.bfloat16)[:3])
     assert not fits(*shapes(2, 64, 0, 4, 2, 64, 128, jnp.bfloat16)[:3])
+
+
+def test_cudnn_is_chosen_for_whole_rows_on_a_gpu(monkeypatch):
+    """Rows with documents or a past go to our kernel, and so do programs for another machine."""
+    monkeypatch.setattr(cudnn, "attention", lambda q, *_: q + 1)
+    kernels = {"gpu": lambda q, *_: q + 2}
+    monkeypatch.setattr(sys.modules["latte.ops.attention"], "_KERNELS", kernels)
+    array = jnp.zeros((1, 64, 2, 16), jnp.bfloat16)
+    ids = jnp.zeros((1, 64), jnp.int32)
+
+    def chosen(array=array, impl=None, **settings):
+        return float(attention(array, array, array, window=9, impl=impl, **settings)[0][0, 0, 0, 0])
+
+    with tracing_for("gpu"):
+        assert ON_GPU or chosen() == 2
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert chosen() == chosen(impl="cudnn") == 1
+    assert chosen(impl="pallas") == 2
+    state = attention(array, array, array, window=9, impl="xla")[1]
+    for unfit in (
+        {"segment_ids": ids},
+        {"state": state},
+        {"softcap": 5.0},
+        {"array": array.astype(jnp.float32)},
+    ):
+        assert chosen(**unfit) == 2
+        with pytest.raises(ValueError, match="cuDNN takes"):
+            chosen(**unfit, impl="cudnn")
 
 
 @pytest.mark.skipif(not ON_GPU, reason="cuDNN runs on GPUs")
@@ -272,7 +302,7 @@ def test_cudnn_is_the_definition(window):
         return attention(q, k, v, window=tuple(reach), scale=score.scale, impl="reference")[0]
 
     expected = run(helpers.to(inputs, jnp.float32), definition)
-    helpers.assert_close(run(inputs, gpu.cudnn), expected, 1e-2, 1e-2)
+    helpers.assert_close(run(inputs, cudnn.attention), expected, 1e-2, 1e-2)
 
 
 def shapes(batch, length, past, heads, kv_heads, key_size, size, dtype, **rest):

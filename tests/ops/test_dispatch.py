@@ -2,6 +2,7 @@
 
 import logging
 
+import jax
 import pytest
 
 from latte.ops import dispatch
@@ -22,6 +23,17 @@ def test_the_best_form_is_that_of_the_platform(caplog):
     said = [record.getMessage() for record in caplog.records]
     assert said == ["op: its Pallas kernel on tpu", "op: XLA on tpu"]
     assert choose("op", None, FORMS, KERNELS) is max
+
+
+def test_a_form_of_the_devices_own_comes_first_on_the_device(monkeypatch):
+    here = {"native": {"tpu": "sum"}}
+    with tracing_for("tpu"):
+        assert choose("op", None, FORMS | {"sum": sum}, KERNELS, **here) is min
+    monkeypatch.setattr(dispatch, "_say", lambda *_: None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert choose("op", None, FORMS | {"sum": sum}, KERNELS, **here) is sum
+    assert choose("op", None, FORMS, KERNELS, **here) is min
+    assert choose("op", "pallas", FORMS | {"sum": sum}, KERNELS, **here) is min
 
 
 @pytest.mark.parametrize(

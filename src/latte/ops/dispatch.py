@@ -20,6 +20,7 @@ def choose(
     kernels: Mapping[str, Callable] | None = None,
     *,
     fits: bool = True,
+    native: Mapping[str, str] | None = None,
 ) -> Callable:
     """The implementation named, or the best one where None is asked for.
 
@@ -29,6 +30,8 @@ def choose(
         available: implementations that run anywhere.
         kernels: Pallas kernels by platform.
         fits: whether the kernels take these arrays; where they do not, None falls back to XLA.
+        native: by platform the name of a form that comes before the kernels, where it is available.
+            It is of a library of the device's, so only on the device itself.
 
     Raises:
         ValueError: no implementation has that name; one asked for never gives way to another.
@@ -37,6 +40,9 @@ def choose(
     here = platform()
     if impl is None:
         impl = "pallas" if here in kernels and fits else "xla"
+        own = (native or {}).get(here, impl)
+        if own in available and here == jax.default_backend():
+            impl = own
         if here in kernels:
             _say(op, impl, here)
     if impl in available:
@@ -54,7 +60,8 @@ def choose(
 @functools.cache
 def _say(op: str, impl: str, where: str) -> None:
     """Says once what was chosen."""
-    _log.info("%s: %s on %s", op, {"pallas": "its Pallas kernel", "xla": "XLA"}[impl], where)
+    names = {"pallas": "its Pallas kernel", "xla": "XLA", "cudnn": "cuDNN"}
+    _log.info("%s: %s on %s", op, names[impl], where)
 
 
 def by_platform(default: Callable[..., Array], *arrays: Array, **forms: Callable) -> Array:

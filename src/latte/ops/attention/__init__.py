@@ -17,13 +17,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from latte.ops import context
-from latte.ops.attention import gpu, tpu, xla
+from latte.ops.attention import cudnn, gpu, tpu, xla
 from latte.ops.attention.scores import Score, Window
 from latte.ops.chunk import accumulator, visible
 from latte.ops.dispatch import choose
-from latte.ops.segments import EMPTY, number_runs
+from latte.ops.segments import EMPTY, Runs, number_runs
 
-__all__ = ["AttentionState", "attention", "empty_state", "reference"]
+__all__ = [
+    "AttentionState",
+    "after_past",
+    "attention",
+    "empty_state",
+    "reference",
+    "remember",
+]
 
 
 class AttentionState(NamedTuple):
@@ -76,6 +83,13 @@ def _reference(
     return jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest").astype(v.dtype)
 
 
+def _cudnn(
+    q: Array, k: Array, v: Array, run_q: Array, run_k: Array, window: Window, score: Score
+) -> Array:
+    """cuDNN's form, of tokens that all belong to one document."""
+    return cudnn.attention(q, k, v, window, score)
+
+
 _FORMS = {"reference": _reference, "xla": xla.attention}
 _KERNELS = {"tpu": tpu.attention, "gpu": gpu.attention}
 
@@ -103,8 +117,8 @@ def attention(
         softcap: c · tanh(logit / c), as in Gemma 2.
         segment_ids: the document of each token, ≥ 0; nothing crosses from one to the next.
         state: what an earlier call returned; its document goes on where the segment id is the same.
-        impl: None, "reference", "xla" or "pallas"; one asked for by name never gives way to
-            another.
+        impl: None, "reference", "xla", "pallas" or "cudnn"; one asked for by name never gives way
+            to another. On a GPU None is cuDNN, the fastest, wherever it takes the call.
         axis: inside `jax.shard_map`, the mesh axis that T is spread over (`latte.ops.context`): a
             part begins where those before it end, and the state returned is that of the part.
             A window's part gets the tokens that it reaches from its left neighbour, full attention
@@ -114,10 +128,11 @@ def attention(
         y and the state after the last token.
 
     Raises:
-        ValueError: H is no multiple of G, `impl` is not there, a window that looks right is given
-            a state or a part of a row, or a part is shorter than its window reaches.
+        ValueError: H is no multiple of G, `impl` is not there or does not take the call, a window
+            that looks right is given a state or a part of a row, or a part is shorter than its
+            window reaches.
     """
-    batch, length, heads, key_size = q.shape
+    _, length, heads, key_size = q.shape
     kv_heads = v.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
@@ -126,23 +141,52 @@ def attention(
         raise ValueError("a window that looks right has no state: give the whole sequence at once")
     if axis is not None:
         state = state_before(k, v, context.numbered(segment_ids), state, reach.left, axis)
-    if state is None:
-        kept = length if reach.left is None else reach.left * (reach.right == 0)
-        runs = number_runs(segment_ids, jnp.full((batch,), EMPTY, jnp.int32), length)
-        run_k = runs.run
-    else:
+    if state is not None:
         kept = state.k.shape[1]
-        runs = number_runs(segment_ids, state.segment, length)
-        run_k = jnp.concatenate([jnp.where(state.seen, 0, EMPTY), runs.run], axis=1)
-        k = jnp.concatenate([state.k.astype(k.dtype), k], axis=1)
-        v = jnp.concatenate([state.v.astype(v.dtype), v], axis=1)
-    score = Score(key_size**-0.5 if scale is None else scale, softcap)
+    else:
+        kept = length if reach.left is None else reach.left * (reach.right == 0)
+    k, v, runs, run_k = after_past(k, v, segment_ids, state)
+    score = Score.of(key_size, scale, softcap)
     # One token needs no kernel, and kernels have no float64.
     fits = length > 1 and v.dtype in (jnp.bfloat16, jnp.float32) and score.scale > 0
-    form = choose("attention", impl, _FORMS, _KERNELS, fits=fits)
+    forms = dict(_FORMS)
+    if segment_ids is None and state is None and cudnn.fits(q, k, v, reach, score):
+        forms["cudnn"] = _cudnn
+    elif impl == "cudnn":
+        raise ValueError("cuDNN takes rows of one document and no past, 16 bits and no soft cap")
+    form = choose("attention", impl, forms, _KERNELS, fits=fits, native={"gpu": "cudnn"})
     y = form(q, k, v, runs.run, run_k, reach, score)
+    return y, remember(k, v, runs, run_k, kept)
+
+
+def after_past(
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G D"],
+    segment_ids: Int[Array, "B T"] | None,
+    state: AttentionState | None,
+) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G D"], Runs, Int[Array, "B S"]]:
+    """Keys and values after those of a state, the tokens' documents, and the keys' run numbers."""
+    batch, length = k.shape[:2]
+    if state is None:
+        runs = number_runs(segment_ids, jnp.full((batch,), EMPTY, jnp.int32), length)
+        return k, v, runs, runs.run
+    runs = number_runs(segment_ids, state.segment, length)
+    run_k = jnp.concatenate([jnp.where(state.seen, 0, EMPTY), runs.run], axis=1)
+    k = jnp.concatenate([state.k.astype(k.dtype), k], axis=1)
+    v = jnp.concatenate([state.v.astype(v.dtype), v], axis=1)
+    return k, v, runs, run_k
+
+
+def remember(
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G D"],
+    runs: Runs,
+    run_k: Int[Array, "B S"],
+    kept: int,
+) -> AttentionState:
+    """The state after these keys and values, with room for `kept` tokens."""
     seen = run_k == runs.run[:, -1:]
-    return y, AttentionState(_last(k, kept), _last(v, kept), _last(seen, kept), runs.last)
+    return AttentionState(_last(k, kept), _last(v, kept), _last(seen, kept), runs.last)
 
 
 def state_before(

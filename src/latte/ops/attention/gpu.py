@@ -1,4 +1,4 @@
-"""Attention on GPUs: flash kernels for packed documents, and cuDNN for whole rows.
+"""Attention on GPUs: flash kernels for packed documents.
 
 Forward, over blocks of keys, with a query's running maximum m and sum ℓ in float32:
 
@@ -19,7 +19,6 @@ Arrays are read where they lie, [B, T, H, ·]; head sizes that are no power of t
 the chip.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,12 +30,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from latte.ops.attention.gpu_block import (
+    Plan,
+    load_rows,
+    padded,
+    store_numbers,
+    store_rows,
+    tokens,
+)
+from latte.ops.attention.gpu_reach import Side, bounds
 from latte.ops.attention.scores import Score, Window
-
-_LOG2E = math.log2(math.e)
-
-_NO_QUERY, _NO_KEY = -3, -2
-"""Run numbers of what fills up a block: they equal none, and not each other."""
 
 
 @dataclass(frozen=True)
@@ -71,91 +74,8 @@ class Tiles:
         return cls(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2))
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What all kernels of a call know when they are compiled.
-
-    past: keys before the first query's own.
-    queries, keys: tokens. key_size, size: channels of q and k, and of v and y.
-    share: query heads that read one key-value head.
-    """
-
-    window: Window
-    score: Score
-    past: int
-    queries: int
-    keys: int
-    key_size: int
-    size: int
-    share: int
-    dtype: jnp.dtype
-
-    @property
-    def steepness(self) -> float:
-        """From `raw` to exponents of two: positive, so that both have the same largest one."""
-        cap = self.score.softcap
-        return _LOG2E * (self.score.scale if cap is None else cap)
-
-    def raw(self, products: Float[Array, "X Y"]) -> Float[Array, "X Y"]:
-        """Logits but for a factor, which is multiplied in when the largest has been taken off."""
-        cap = self.score.softcap
-        return products if cap is None else jnp.tanh(products * (self.score.scale / cap))
-
-    def slope(self, raw: Float[Array, "X Y"]) -> Float[Array, "X Y"] | float:
-        """Derivative of logits by products, but for the scale."""
-        return 1.0 if self.score.softcap is None else 1 - raw * raw
-
-    def hide(self, z: Array, at_q: Array, at_k: Array, run_q: Array, run_k: Array) -> Array:
-        """−∞ where two tokens do not see each other; queries and keys lie along different axes."""
-        return jnp.where((run_q == run_k) & self.window.holds(at_q, at_k), z, -jnp.inf)
-
-    def dot(self, a: Array, b: Array, **transposed: bool) -> Array:
-        precision = jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
-        a, b = a.astype(self.dtype), b.astype(self.dtype)
-        return plgpu.dot(a, b, precision=precision, **transposed)
-
-
-def _padded(size: int) -> int:
-    """Channels that a block holds: a power of two, and no fewer than a matrix product takes."""
-    return max(16, pl.next_power_of_2(size))
-
-
-def _tokens(block: Int[Array, ""], count: int) -> Int[Array, " C"]:
-    return block * count + jnp.arange(count, dtype=jnp.int32)
-
-
-def _inside(at: Int[Array, " C"], length: int) -> Array | None:
-    """Which tokens exist; None where blocks end with the sequence."""
-    return None if length % at.shape[0] == 0 else at < length
-
-
-def _rows_mask(at: Int[Array, " C"], length: int, size: int) -> Array | None:
-    """Which entries [C, padded size] of a block exist; None for all of them."""
-    rows, padded = _inside(at, length), _padded(size)
-    channels = None if padded == size else (jnp.arange(padded, dtype=jnp.int32) < size)[None]
-    if rows is None:
-        return channels
-    return rows[:, None] if channels is None else rows[:, None] & channels
-
-
-def _load_rows(ref: Any, at: Int[Array, " C"], length: int, size: int) -> Float[Array, "C X"]:
-    """A block of tokens, zero where there is no token or channel."""
-    mask = _rows_mask(at, length, size)
-    return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
-
-
-def _store_rows(ref: Any, x: Float[Array, "C X"], at: Int[Array, " C"], length: int, size: int):
-    plgpu.store(ref, x.astype(ref.dtype), mask=_rows_mask(at, length, size))
-
-
-def _load_numbers(ref: Any, at: Int[Array, " C"], length: int, fill: int | float) -> Array:
-    """A number a token, `fill` where there is none."""
-    mask = _inside(at, length)
-    return plgpu.load(ref, mask=mask, other=None if mask is None else fill)
-
-
-def _sweep(reach_ref: Any, plan: _Plan, tile: Tile, visit: Callable, carry: Any) -> Any:
-    """Visits all blocks that `_reach` names; `visit` maps (whether it must mask, block, carry).
+def _sweep(reach_ref: Any, plan: Plan, tile: Tile, visit: Callable, carry: Any) -> Any:
+    """Visits all blocks that `bounds` names; `visit` maps (whether it must mask, block, carry).
 
     Blocks in the middle are seen whole and need no mask, which is five operations a pair. A narrow
     window has too few of them to pay for loops of their own.
@@ -173,36 +93,18 @@ def _sweep(reach_ref: Any, plan: _Plan, tile: Tile, visit: Callable, carry: Any)
 def _y_kernel(
     reach_ref, run_q_ref, run_k_ref, q_ref, k_ref, v_ref, y_ref, m_ref, l_ref, *, plan, tile
 ):
-    at_q = _tokens(pl.program_id(0), tile.own)
-    q = _load_rows(q_ref, at_q, plan.queries, plan.key_size)
-    run_q = _load_numbers(run_q_ref, at_q, plan.queries, _NO_QUERY)[:, None]
+    at_q = tokens(pl.program_id(0), tile.own)
+    q = plan.load_queries((q_ref, run_q_ref), at_q)
 
     def visit(masked, j, carry):
-        u, m, l = carry
-        at_k, here = _tokens(j, tile.visit), pl.ds(j * tile.visit, tile.visit)
-        k = _load_rows(k_ref.at[here], at_k, plan.keys, plan.key_size)
-        v = _load_rows(v_ref.at[here], at_k, plan.keys, plan.size)
-        z = plan.raw(plan.dot(q, k, trans_b=True))
-        if masked:
-            run_k = _load_numbers(run_k_ref.at[here], at_k, plan.keys, _NO_KEY)[None]
-            z = plan.hide(z, at_q[:, None] + plan.past, at_k[None], run_q, run_k)
-        top = jnp.maximum(m, jnp.max(z, axis=1))
-        # A query that has seen no key yet has no largest logit to take off.
-        base = jnp.where(top == -jnp.inf, 0.0, top)
-        weights = jnp.exp2((z - base[:, None]) * plan.steepness)
-        kept = jnp.exp2((m - base) * plan.steepness)
-        u = u * kept[:, None] + plan.dot(weights, v)
-        return u, top, l * kept + jnp.sum(weights, axis=1)
+        here = pl.ds(j * tile.visit, tile.visit)
+        refs = k_ref.at[here], v_ref.at[here], run_k_ref.at[here]
+        return plan.visit_keys(carry, q, plan.load_keys(refs, tokens(j, tile.visit), masked))
 
-    start = (
-        jnp.zeros((tile.own, _padded(plan.size)), jnp.float32),
-        jnp.full((tile.own,), -jnp.inf, jnp.float32),
-        jnp.zeros((tile.own,), jnp.float32),
-    )
-    u, m, l = _sweep(reach_ref, plan, tile, visit, start)
-    _store_rows(y_ref, u / l[:, None], at_q, plan.queries, plan.size)
-    plgpu.store(m_ref, m, mask=_inside(at_q, plan.queries))
-    plgpu.store(l_ref, jnp.log2(l), mask=_inside(at_q, plan.queries))
+    u, m, l = _sweep(reach_ref, plan, tile, visit, plan.nothing_seen(tile.own))
+    store_rows(y_ref, u / l[:, None], at_q, plan.queries, plan.size)
+    store_numbers(m_ref, m, at_q, plan.queries)
+    store_numbers(l_ref, jnp.log2(l), at_q, plan.queries)
 
 
 def _dq_kernel(
@@ -221,29 +123,22 @@ def _dq_kernel(
     plan,
     tile,
 ):
-    at_q = _tokens(pl.program_id(0), tile.own)
-    q = _load_rows(q_ref, at_q, plan.queries, plan.key_size)
-    dy = _load_rows(dy_ref, at_q, plan.queries, plan.size)
-    run_q = _load_numbers(run_q_ref, at_q, plan.queries, _NO_QUERY)[:, None]
-    m, l, delta = (
-        _load_numbers(ref, at_q, plan.queries, 0.0)[:, None] for ref in (m_ref, l_ref, delta_ref)
-    )
+    at_q = tokens(pl.program_id(0), tile.own)
+    q = plan.load_queries((q_ref, run_q_ref), at_q)
+    dy = load_rows(dy_ref, at_q, plan.queries, plan.size)
+    sums = plan.load_sums((m_ref, l_ref, delta_ref), at_q)
 
     def visit(masked, j, dq):
-        at_k, here = _tokens(j, tile.visit), pl.ds(j * tile.visit, tile.visit)
-        k = _load_rows(k_ref.at[here], at_k, plan.keys, plan.key_size)
-        v = _load_rows(v_ref.at[here], at_k, plan.keys, plan.size)
-        z = raw = plan.raw(plan.dot(q, k, trans_b=True))
-        if masked:
-            run_k = _load_numbers(run_k_ref.at[here], at_k, plan.keys, _NO_KEY)[None]
-            z = plan.hide(z, at_q[:, None] + plan.past, at_k[None], run_q, run_k)
-        weights = jnp.exp2((z - m) * plan.steepness - l)
-        dz = weights * (plan.dot(dy, v, trans_b=True) - delta) * plan.slope(raw)
-        return dq + plan.dot(dz, k)
+        here = pl.ds(j * tile.visit, tile.visit)
+        refs = k_ref.at[here], v_ref.at[here], run_k_ref.at[here]
+        k = plan.load_keys(refs, tokens(j, tile.visit), masked)
+        raw, z = plan.logits(q, k)
+        da = plan.dot(dy, k.v, trans_b=True)
+        return dq + plan.dot(plan.pull(plan.weights(z, sums), raw, da, sums.delta[:, None]), k.x)
 
-    start = jnp.zeros((tile.own, _padded(plan.key_size)), jnp.float32)
+    start = jnp.zeros((tile.own, padded(plan.key_size)), jnp.float32)
     dq = _sweep(reach_ref, plan, tile, visit, start)
-    _store_rows(dq_ref, dq * plan.score.scale, at_q, plan.queries, plan.key_size)
+    store_rows(dq_ref, dq * plan.score.scale, at_q, plan.queries, plan.key_size)
 
 
 def _dkv_kernel(
@@ -263,86 +158,26 @@ def _dkv_kernel(
     plan,
     tile,
 ):
-    at_k = _tokens(pl.program_id(0), tile.own)
-    k = _load_rows(k_ref, at_k, plan.keys, plan.key_size)
-    v = _load_rows(v_ref, at_k, plan.keys, plan.size)
-    run_k = _load_numbers(run_k_ref, at_k, plan.keys, _NO_KEY)[:, None]
+    at_k = tokens(pl.program_id(0), tile.own)
+    keys = plan.load_keys((k_ref, v_ref, run_k_ref), at_k)
 
     def visit(head, masked, i, carry):
-        dk, dv = carry
-        at_q, here = _tokens(i, tile.visit), pl.ds(i * tile.visit, tile.visit)
-        q = _load_rows(q_ref.at[here, head], at_q, plan.queries, plan.key_size)
-        dy = _load_rows(dy_ref.at[here, head], at_q, plan.queries, plan.size)
-        m, l, delta = (
-            _load_numbers(ref.at[head, here], at_q, plan.queries, 0.0)[None]
-            for ref in (m_ref, l_ref, delta_ref)
-        )
-        z = raw = plan.raw(plan.dot(k, q, trans_b=True))
-        if masked:
-            run_q = _load_numbers(run_q_ref.at[here], at_q, plan.queries, _NO_QUERY)[None]
-            z = plan.hide(z, at_q[None] + plan.past, at_k[:, None], run_q, run_k)
-        weights = jnp.exp2((z - m) * plan.steepness - l)
-        dv = dv + plan.dot(weights, dy)
-        dz = weights * (plan.dot(v, dy, trans_b=True) - delta) * plan.slope(raw)
-        return dk + plan.dot(dz, q), dv
+        at_q, here = tokens(i, tile.visit), pl.ds(i * tile.visit, tile.visit)
+        q = plan.load_queries((q_ref.at[here, head], run_q_ref.at[here]), at_q)
+        dy = load_rows(dy_ref.at[here, head], at_q, plan.queries, plan.size)
+        sums = plan.load_sums(tuple(r.at[head, here] for r in (m_ref, l_ref, delta_ref)), at_q)
+        return plan.pull_keys(carry, q, keys if masked else keys._replace(run=None), sums, dy)
 
     start = tuple(
-        jnp.zeros((tile.own, _padded(size)), jnp.float32) for size in (plan.key_size, plan.size)
+        jnp.zeros((tile.own, padded(size)), jnp.float32) for size in (plan.key_size, plan.size)
     )
 
     def of_head(head, carry):
         return _sweep(reach_ref, plan, tile, partial(visit, head), carry)
 
     dk, dv = jax.lax.fori_loop(0, plan.share, of_head, start)
-    _store_rows(dk_ref, dk * plan.score.scale, at_k, plan.keys, plan.key_size)
-    _store_rows(dv_ref, dv, at_k, plan.keys, plan.size)
-
-
-class _Side(NamedTuple):
-    """Tokens of one kind: their run numbers and how they are cut into blocks."""
-
-    run: Int[Array, "B T"]
-    block: int
-
-    def extremes(self) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
-        """The smallest and the largest run number of each block."""
-        batch, length = self.run.shape
-        run = jnp.pad(self.run, ((0, 0), (0, -length % self.block)), mode="edge")
-        run = run.reshape(batch, -1, self.block)
-        return run.min(axis=-1), run.max(axis=-1)
-
-
-def _reach(own: _Side, other: _Side, offset: int, window: Window) -> Int[Array, "B n 4"]:
-    """What a block of this side must visit of the other: from which block, up to which.
-
-    Between them, in second and third place: from which block up to which all tokens see all.
-
-    A token at x sees places x + offset − left to x + offset + right, and its own document only.
-    Runs need not be in order: blocks before the first, and from the last on, overlap this one in no
-    run, and those between the two in the middle hold this one's only run and no other.
-    """
-    low, high = own.extremes()
-    other_low, other_high = other.extremes()
-    count, block = other_low.shape[1], other.block
-    until = jax.lax.cummax(other_high, axis=1)
-    onwards = jax.lax.cummin(other_low, axis=1, reverse=True)
-    reached, passed = (jax.vmap(partial(jnp.searchsorted, side=s)) for s in ("left", "right"))
-    first, whole = reached(until, low), reached(onwards, high)
-    rest, last = passed(until, low), passed(onwards, high)
-    start = jnp.arange(low.shape[1]) * own.block + offset
-    end = start + own.block - 1
-    if window.left is not None:
-        first = jnp.maximum(first, (start - window.left) // block)
-        whole = jnp.maximum(whole, -((window.left - end) // block))
-    if window.right is not None:
-        last = jnp.minimum(last, (end + window.right) // block + 1)
-        rest = jnp.minimum(rest, (start + window.right + 1) // block)
-    first = jnp.clip(first, 0, count)
-    last = jnp.maximum(first, last)
-    whole = jnp.clip(whole, first, last)
-    # A last block that is not full holds places that no token sees.
-    rest = jnp.clip(jnp.minimum(rest, other.run.shape[1] // block), whole, last)
-    return jnp.stack([first, whole, rest, last], axis=-1).astype(jnp.int32)
+    store_rows(dk_ref, dk * plan.score.scale, at_k, plan.keys, plan.key_size)
+    store_rows(dv_ref, dv, at_k, plan.keys, plan.size)
 
 
 def _heads(tile: int | None, length: int, heads: int | None, size: int, head: Callable) -> Any:
@@ -351,7 +186,7 @@ def _heads(tile: int | None, length: int, heads: int | None, size: int, head: Ca
     def place(i, h, b):
         return b, 0 if tile is None else i, head(h), 0
 
-    return pl.BlockSpec((None, tile or length, heads, _padded(size)), place)
+    return pl.BlockSpec((None, tile or length, heads, padded(size)), place)
 
 
 def _numbers(tile: int | None, length: int, heads: int | None, head: Callable) -> Any:
@@ -374,14 +209,14 @@ def _same(head: Any) -> Any:
     return head
 
 
-def _call(kernel: Callable, plan: _Plan, tile: Tile, interpret: bool, **specs: Any) -> Callable:
+def _call(kernel: Callable, plan: Plan, tile: Tile, interpret: bool, **specs: Any) -> Callable:
     parameters = plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)
     body = partial(kernel, plan=plan, tile=tile)
     name = f"attention{kernel.__name__.removesuffix('_kernel')}"
     return pl.pallas_call(body, **specs, compiler_params=parameters, interpret=interpret, name=name)
 
 
-def _by_queries(plan: _Plan, tile: Tile) -> tuple[list, Any, Any]:
+def _by_queries(plan: Plan, tile: Tile) -> tuple[list, Any, Any]:
     """Specs of kernels that own queries: of reach, runs, q, k, v; of y; and of numbers a query."""
 
     def shared(h):
@@ -400,7 +235,7 @@ def _by_queries(plan: _Plan, tile: Tile) -> tuple[list, Any, Any]:
     return inputs, own(plan.size, _same), _numbers(tile.own, plan.queries, None, _same)
 
 
-def _by_keys(plan: _Plan, tile: Tile) -> tuple[list, Any, Any]:
+def _by_keys(plan: Plan, tile: Tile) -> tuple[list, Any, Any]:
     """The same of the kernel that owns keys; it sees the queries of all heads that share them."""
     own = partial(_heads, tile.own, plan.keys, None)
     every = partial(_heads, None, plan.queries, plan.share)
@@ -422,8 +257,8 @@ class _Settings(NamedTuple):
     interpret: bool
 
 
-def _plan(q: Array, k: Array, v: Array, settings: _Settings) -> _Plan:
-    return _Plan(
+def _plan(q: Array, k: Array, v: Array, settings: _Settings) -> Plan:
+    return Plan(
         settings.window,
         settings.score,
         past=k.shape[1] - q.shape[1],
@@ -449,7 +284,7 @@ def _forward(
     batch, length, heads, _ = q.shape
     inputs, y, numbers = _by_queries(plan, tile)
     sums = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-    sides = _Side(run_q, tile.own), _Side(run_k, tile.visit)
+    sides = Side(run_q, tile.own), Side(run_k, tile.visit)
     return _call(
         _y_kernel,
         plan,
@@ -459,14 +294,14 @@ def _forward(
         in_specs=inputs,
         out_specs=[y, numbers, numbers],
         out_shape=[jax.ShapeDtypeStruct((*q.shape[:3], plan.size), v.dtype), sums, sums],
-    )(_reach(*sides, plan.past, plan.window), run_q, run_k, q, k, v)
+    )(bounds(*sides, plan.past, plan.window), run_q, run_k, q, k, v)
 
 
 def _backward_q(arrays: tuple, sums: tuple, dy: Array, settings: _Settings) -> Array:
     q, k, v, run_q, run_k = arrays
     plan, tile = _plan(q, k, v, settings), settings.tiles.dq
     inputs, y, numbers = _by_queries(plan, tile)
-    sides = _Side(run_q, tile.own), _Side(run_k, tile.visit)
+    sides = Side(run_q, tile.own), Side(run_k, tile.visit)
     return _call(
         _dq_kernel,
         plan,
@@ -476,14 +311,14 @@ def _backward_q(arrays: tuple, sums: tuple, dy: Array, settings: _Settings) -> A
         in_specs=[*inputs, y, numbers, numbers, numbers],
         out_specs=inputs[3],
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )(_reach(*sides, plan.past, plan.window), run_q, run_k, q, k, v, dy, *sums)
+    )(bounds(*sides, plan.past, plan.window), run_q, run_k, q, k, v, dy, *sums)
 
 
 def _backward_kv(arrays: tuple, sums: tuple, dy: Array, settings: _Settings) -> tuple[Array, Array]:
     q, k, v, run_q, run_k = arrays
     plan, tile = _plan(q, k, v, settings), settings.tiles.dkv
     inputs, y, numbers = _by_keys(plan, tile)
-    sides = _Side(run_k, tile.own), _Side(run_q, tile.visit)
+    sides = Side(run_k, tile.own), Side(run_q, tile.visit)
     # Seen from a key, the window looks the other way.
     window = Window(plan.window.right, plan.window.left)
     dk, dv = _call(
@@ -495,7 +330,7 @@ def _backward_kv(arrays: tuple, sums: tuple, dy: Array, settings: _Settings) -> 
         in_specs=[*inputs, y, numbers, numbers, numbers],
         out_specs=inputs[4:6],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
-    )(_reach(*sides, -plan.past, window), run_q, run_k, q, k, v, dy, *sums)
+    )(bounds(*sides, -plan.past, window), run_q, run_k, q, k, v, dy, *sums)
     return dk, dv
 
 
@@ -555,38 +390,3 @@ def attention(
         tiles = Tiles.of(max(q.shape[3], v.shape[3]), v.dtype)
     settings = _Settings(window, score, tiles, interpret)
     return _attention(q.astype(v.dtype), k.astype(v.dtype), v, run_q, run_k, settings)
-
-
-def cudnn_fits(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G D"],
-    window: Window,
-    score: Score,
-) -> bool:
-    """Whether `cudnn` takes these arrays: 16 bits, no past, no soft cap, a window that it knows."""
-    narrow = {x.dtype for x in (q, k, v)} in ({jnp.dtype("bfloat16")}, {jnp.dtype("float16")})
-    sizes = q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0 and q.shape[3] <= 128
-    known = window.right == 0 or window == Window(None, None)
-    return narrow and sizes and known and q.shape[1] == k.shape[1] and score.softcap is None
-
-
-def cudnn(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T G K"],
-    v: Float[Array, "B T G D"],
-    window: Window,
-    score: Score,
-) -> Float[Array, "B T H D"]:
-    """NVIDIA's attention, for rows of one document each; see `cudnn_fits`."""
-    near = window.left is not None and window.left < q.shape[1] - 1
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        scale=score.scale,
-        is_causal=window.right == 0,
-        # JAX's window leaves out the token itself, as Window does.
-        local_window_size=(window.left, 0) if near and window.left is not None else None,
-        implementation="cudnn",
-    )

@@ -40,6 +40,11 @@ class Score(NamedTuple):
     scale: float
     softcap: float | None
 
+    @classmethod
+    def of(cls, key_size: int, scale: float | None, softcap: float | None) -> "Score":
+        """By a scale of 1/√K where none is given."""
+        return cls(key_size**-0.5 if scale is None else scale, softcap)
+
     def __call__(self, products: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         logits = products * self.scale
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)

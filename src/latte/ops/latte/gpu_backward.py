@@ -47,19 +47,24 @@ from latte.ops.latte.gpu_gradients import (
 
 def _write_queries(refs: tuple, inputs: Inputs, grads: Queries) -> None:
     dq_ref, ds_ref, g_ref = refs
-    inputs.rows.store_latents(dq_ref, grads.q)
+    p = inputs.p
+    inputs.rows.store_latents(dq_ref, p * (grads.p - jnp.sum(p * grads.p, axis=1)[:, None]))
     ds_ref[inputs.i, :, :] = grads.ds
     g_ref[inputs.i, :] = grads.g
 
 
-def _write_keys(refs: tuple, later: tuple, inputs: Inputs, grads: Keys) -> None:
+def add_later(refs: tuple, inputs: Inputs, grads: Keys) -> Keys:
     """Adds what later chunks say of the tokens, by way of the state after the chunk."""
     dtype = inputs.refs[2].dtype
-    ds, g = later[0][inputs.i, :, :], later[1][inputs.i, :]
+    ds, g = refs[0][inputs.i, :, :], refs[1][inputs.i, :]
     new = block.weigh_update(inputs.k, inputs.run, inputs.edge)[3]
     k = block.product(inputs.v, ds, dtype, over=(1, 1)) - g[None, :]
-    inputs.rows.store_latents(refs[0], grads.k + new * k)
-    inputs.rows.store_values(refs[1], grads.v + block.product(new, ds, dtype))
+    return Keys(grads.k + new * k, grads.v + block.product(new, ds, dtype))
+
+
+def _write_keys(refs: tuple, inputs: Inputs, grads: Keys) -> None:
+    inputs.rows.store_latents(refs[0], grads.k)
+    inputs.rows.store_values(refs[1], grads.v)
 
 
 def _queries_kernel(*refs, shape: Shape):
@@ -72,10 +77,10 @@ def _queries_kernel(*refs, shape: Shape):
 def _keys_kernel(*refs, shape: Shape):
     first = pl.program_id(1) * shape.chunk
     inputs = Inputs(refs[:8], first, 0, block.rows(shape, first, 0, 1))
-    _write_keys(refs[10:], refs[8:10], inputs, keys_in_products(inputs))
+    _write_keys(refs[10:], inputs, add_later(refs[8:10], inputs, keys_in_products(inputs)))
 
 
-def _repair(refs: tuple, exact_ref: Ref, shape: Shape, group: int, visit: Callable) -> None:
+def repair(refs: tuple, exact_ref: Ref, shape: Shape, group: int, visit: Callable) -> None:
     """Calls visit(inputs) for the chunks of a group in which one is not exact."""
     first = pl.program_id(1) * (group * shape.chunk)
     here = block.cells(group) < shape.chunks - pl.program_id(1) * group
@@ -93,14 +98,15 @@ def _repair_queries_kernel(*refs, shape: Shape, group: int):
     def visit(inputs):
         _write_queries(refs[12:], inputs, queries_by_tokens(inputs, shape))
 
-    _repair(refs[:8], refs[8], shape, group, visit)
+    repair(refs[:8], refs[8], shape, group, visit)
 
 
 def _repair_keys_kernel(*refs, shape: Shape, group: int):
     def visit(inputs):
-        _write_keys(refs[13:], refs[8:10], inputs, keys_by_tokens(inputs, shape))
+        grads = keys_by_tokens(inputs, shape)
+        _write_keys(refs[13:], inputs, add_later(refs[8:10], inputs, grads))
 
-    _repair(refs[:8], refs[10], shape, group, visit)
+    repair(refs[:8], refs[10], shape, group, visit)
 
 
 def _chain_kernel(ds_ref, g_ref, old_ref, ds_last, g_last, ds_out, g_out, ds0, g0, *, ahead: int):
@@ -155,6 +161,29 @@ def _chain(
         name="latte_chain_transpose",
     )(*local, *after)
     return tuple(out)
+
+
+def carry_back(
+    local: tuple[Array, Array, Array],
+    ends: tuple[Float[Array, "B H N D"], Float[Array, "B H N D"]],
+    cotangents: tuple[Array, Array],
+    shape: Shape,
+    dtype: DTypeLike,
+    tiles: Tiles,
+    interpret: bool,
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """ds and g at each chunk's end, and the gradients of the first l and s.
+
+    `local` are what each chunk adds to ds and g at its start, and the old state's share after it;
+    `ends` the first and the last s; `cotangents` those of the last l and s.
+    """
+    (s_first, s_last), (dl, ds) = ends, cotangents
+    after = _wide(ds, shape), _wide(jnp.sum(s_last * ds, axis=3) - dl, shape)
+    ds_later, g_later, ds, g = _chain(local, after, shape, dtype, tiles, interpret)
+    ds, g = ds[:, :, : shape.latents, : shape.size], g[:, :, : shape.latents]
+    # As the kernels read s, so that the difference is one of the same terms.
+    dl = jnp.sum(s_first.astype(dtype) * ds, axis=3) - g
+    return (ds_later, g_later), (dl, ds)
 
 
 def _wide(x: Array, shape: Shape) -> Array:
@@ -261,13 +290,8 @@ def backward(
     """
     dy, dl, ds = cotangents
     states, exact = kept
-    s_first, s_last = ends
     inputs = *arrays[:3], dy, arrays[3], *states
     dq, local = _queries(inputs, exact, shape, tiles, interpret)
-    after = _wide(ds, shape), _wide(jnp.sum(s_last * ds, axis=3) - dl, shape)
     dtype = arrays[2].dtype
-    ds_later, g_later, ds, g = _chain(local, after, shape, dtype, tiles, interpret)
-    dk, dv = _keys(inputs, (ds_later, g_later), exact, shape, tiles, interpret)
-    ds, g = ds[:, :, : shape.latents, : shape.size], g[:, :, : shape.latents]
-    # As the kernels read s, so that the difference is one of the same terms.
-    return dq, dk, dv, jnp.sum(s_first.astype(dtype) * ds, axis=3) - g, ds
+    later, start = carry_back(local, ends, (dl, ds), shape, dtype, tiles, interpret)
+    return dq, *_keys(inputs, later, exact, shape, tiles, interpret), *start

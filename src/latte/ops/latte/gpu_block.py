@@ -54,7 +54,7 @@ class Tiles:
 
 
 class Shape(NamedTuple):
-    """The sizes of one call; `chunk` divides what is padded."""
+    """The sizes of one call; `chunk` divides what is padded, `share` heads read one head of v."""
 
     batch: int
     length: int
@@ -62,6 +62,7 @@ class Shape(NamedTuple):
     latents: int
     size: int
     chunk: int
+    share: int = 1
 
     @property
     def chunks(self) -> int:
@@ -88,6 +89,11 @@ class Shape(NamedTuple):
 
     def value_rows(self, tokens: int) -> pl.BlockSpec:
         return self.rows(self.wide_size, tokens)
+
+    def shared_rows(self, tokens: int) -> pl.BlockSpec:
+        """Of v, which may have fewer heads."""
+        block = (None, tokens, None, self.wide_size)
+        return pl.BlockSpec(block, lambda h, j, b: (b, j, jax.lax.div(h, self.share), 0))
 
     def runs(self, tokens: int) -> pl.BlockSpec:
         """All run numbers of one row, up to a whole number of blocks of `tokens`."""
@@ -182,26 +188,29 @@ class Rows(NamedTuple):
             mask = columns if mask is None else mask & columns
         return mask if mask is None else jnp.broadcast_to(mask, (self.shape.chunk, width))
 
-    def _load(self, ref: Ref, real: int) -> Float[Array, "C X"]:
-        mask = self._mask(ref.shape[-1], real)
-        other = None if mask is None else 0.0
-        return plgpu.load(ref.at[pl.ds(self.start, self.shape.chunk), :], mask=mask, other=other)
+    def load(self, ref: Ref, real: int, skip: int = 0) -> Float[Array, "C X"]:
+        """The columns after the first `skip`, so many of them real, and zero for the others."""
+        width = ref.shape[-1] - skip
+        mask = self._mask(width, real)
+        rows = ref.at[pl.ds(self.start, self.shape.chunk), pl.ds(skip, width)]
+        return plgpu.load(rows, mask=mask, other=None if mask is None else 0.0)
 
-    def _store(self, ref: Ref, value: Float[Array, "C X"], real: int) -> None:
-        rows = ref.at[pl.ds(self.start, self.shape.chunk), :]
-        plgpu.store(rows, value.astype(ref.dtype), mask=self._mask(ref.shape[-1], real))
+    def store(self, ref: Ref, value: Float[Array, "C X"], real: int, skip: int = 0) -> None:
+        width = ref.shape[-1] - skip
+        rows = ref.at[pl.ds(self.start, self.shape.chunk), pl.ds(skip, width)]
+        plgpu.store(rows, value.astype(ref.dtype), mask=self._mask(width, real))
 
     def values(self, ref: Ref) -> Float[Array, "C D"]:
-        return self._load(ref, self.shape.size)
+        return self.load(ref, self.shape.size)
 
     def keys(self, ref: Ref) -> Float[Array, "C N"]:
-        k = self._load(ref, self.shape.latents).astype(jnp.float32)
+        k = self.load(ref, self.shape.latents).astype(jnp.float32)
         if self.left is None:
             return k
         return jnp.where((cells(self.shape.chunk) < self.left)[:, None], k, -jnp.inf)
 
     def softmax(self, ref: Ref) -> Float[Array, "C N"]:
-        q = self._load(ref, self.shape.latents).astype(jnp.float32)
+        q = self.load(ref, self.shape.latents).astype(jnp.float32)
         if self.shape.latents < q.shape[1]:
             q = jnp.where((cells(q.shape[1]) < self.shape.latents)[None, :], q, -jnp.inf)
         weights = exp(q - jnp.max(q, axis=1)[:, None])
@@ -216,10 +225,10 @@ class Rows(NamedTuple):
         return jnp.where(run < 0, jnp.max(run), run)
 
     def store_values(self, ref: Ref, value: Float[Array, "C D"]) -> None:
-        self._store(ref, value, self.shape.size)
+        self.store(ref, value, self.shape.size)
 
     def store_latents(self, ref: Ref, value: Float[Array, "C N"]) -> None:
-        self._store(ref, value, self.shape.latents)
+        self.store(ref, value, self.shape.latents)
 
 
 def rows(shape: Shape, first: Array, i: Array | int, group: int) -> Rows:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from latte.ops.latte import gpu_block as block
 from latte.ops.latte.gpu_block import Carry, Chunk, Edge, Shape, Tiles, params
@@ -66,7 +66,7 @@ def _gather(k: Array, v: Array, run: Array, shape: Shape, tiles: Tiles, interpre
     out = pl.pallas_call(
         partial(_gather_kernel, shape=shape, group=group),
         grid=shape.grid(group),
-        in_specs=[shape.latent_rows(tokens), shape.value_rows(tokens), shape.runs(tokens)],
+        in_specs=[shape.latent_rows(tokens), shape.shared_rows(tokens), shape.runs(tokens)],
         out_specs=[shape.sums(1), shape.sums(1), shape.states(1)],
         out_shape=[*[shape.sums_array(groups)] * 2, shape.states_array(groups)],
         compiler_params=params(tiles.state_warps, tiles.stages),
@@ -162,16 +162,22 @@ def _chain(
     return States(*out)
 
 
-def _in_products(chunk: Chunk, carry: Carry, dtype) -> tuple[Float[Array, "C D"], Array]:
-    """A chunk's outputs, and whether they are exact."""
-    weights = block.weigh(chunk.k, chunk.run, carry.edge, dtype)
-    u = chunk.p * weights.inverse
+def in_products(
+    p: Float[Array, "C N"],
+    k: Float[Array, "C N"],
+    run: Int[Array, " C"],
+    carry: Carry,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "C C"], Float[Array, "C D"], Array]:
+    """The weights of a chunk's tokens, what its outputs read of the state, and whether both are
+    exact."""
+    weights = block.weigh(k, run, carry.edge, dtype)
+    u = p * weights.inverse
     a = jnp.where(weights.pairs, block.product(u, weights.e, dtype, over=(1, 1)), 0.0)
-    y = block.product(a, chunk.v, dtype) + block.product(u * weights.past, carry.s, dtype)
-    return y, weights.exact
+    return a, block.product(u * weights.past, carry.s, dtype), weights.exact
 
 
-def _by_tokens(chunk: Chunk, carry: Carry) -> Float[Array, "C D"]:
+def by_tokens(chunk: Chunk, carry: Carry) -> Float[Array, "C D"]:
     """A chunk's outputs, one token after another."""
 
     def body(t, y):
@@ -208,8 +214,8 @@ def _outputs_kernel(*refs, shape: Shape, group: int):
     y_ref, exact_ref, *kept = refs[7:]
 
     def visit(i, rows, chunk, carry):
-        y, exact = _in_products(chunk, carry, y_ref.dtype)
-        rows.store_values(y_ref, y)
+        a, y, exact = in_products(chunk.p, chunk.k, chunk.run, carry, y_ref.dtype)
+        rows.store_values(y_ref, y + block.product(a, chunk.v, y_ref.dtype))
         exact_ref[i] = exact.astype(jnp.int32)
         if kept:
             kept[0][i, :] = carry.edge.m
@@ -229,7 +235,7 @@ def _repair_kernel(*refs, shape: Shape, group: int):
     @pl.when(jnp.min(exact) == 0)
     def _():
         def visit(i, rows, chunk, carry):
-            rows.store_values(y_ref, _by_tokens(chunk, carry))
+            rows.store_values(y_ref, by_tokens(chunk, carry))
 
         _walk(refs[:7], first, shape, group, visit)
 
@@ -281,6 +287,21 @@ def _outputs(
     return y, (States(*kept), exacts) if keep else None
 
 
+def incoming(
+    arrays: tuple[Array, Array, Array],
+    state: tuple[Array, Array, Array],
+    shape: Shape,
+    tiles: Tiles,
+    interpret: bool,
+) -> tuple[States, tuple[Array, Array, Array]]:
+    """The states that come to each group, and the state (m, l, s) after (k, v, run)."""
+    tokens = group_size(shape, tiles) * shape.chunk
+    local = _gather(*arrays, shape, tiles, interpret)
+    states = _chain(arrays[2], state, local, shape, tokens, tiles, interpret)
+    m, total = (x[:, :, -1, : shape.latents] for x in (states.m, states.total))
+    return states, (m, jnp.log(total), states.s[:, :, -1, : shape.latents, : shape.size])
+
+
 def forward(
     arrays: tuple[Array, Array, Array, Int[Array, "B T"]],
     state: tuple[Float[Array, "B H N"], Float[Array, "B H N"], Float[Array, "B H N D"]],
@@ -290,10 +311,6 @@ def forward(
     interpret: bool,
 ) -> tuple[Array, tuple[Array, Array, Array], tuple[States, Array] | None]:
     """y of (q, k, v, run), the state (m, l, s) after it, and what the backward pass needs."""
-    tokens = group_size(shape, tiles) * shape.chunk
-    local = _gather(*arrays[1:], shape, tiles, interpret)
-    states = _chain(arrays[3], state, local, shape, tokens, tiles, interpret)
+    states, after = incoming(arrays[1:], state, shape, tiles, interpret)
     y, kept = _outputs(arrays, states, shape, tiles, keep, interpret)
-    m, total = (x[:, :, -1, : shape.latents] for x in (states.m, states.total))
-    s = states.s[:, :, -1, : shape.latents, : shape.size]
-    return y, (m, jnp.log(total), s), kept
+    return y, after, kept

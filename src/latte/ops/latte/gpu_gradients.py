@@ -55,9 +55,9 @@ class Inputs:
 
 
 class Queries(NamedTuple):
-    """What outputs say of their own queries and of the state before their chunk."""
+    """What outputs say of their own p and of the state before their chunk."""
 
-    q: Float[Array, "C N"]
+    p: Float[Array, "C N"]
     ds: Float[Array, "N D"]
     g: Float[Array, " N"]
 
@@ -67,10 +67,6 @@ class Keys(NamedTuple):
 
     k: Float[Array, "C N"]
     v: Float[Array, "C D"]
-
-
-def _softmax_transpose(p: Float[Array, "C N"], dp: Float[Array, "C N"]) -> Float[Array, "C N"]:
-    return p * (dp - jnp.sum(p * dp, axis=1)[:, None])
 
 
 def _reads(weights: block.Weights, inputs: Inputs) -> tuple[Array, Array, Array]:
@@ -86,12 +82,11 @@ def queries_in_products(inputs: Inputs) -> Queries:
     dtype = inputs.refs[2].dtype
     weights = block.weigh(inputs.k, inputs.run, inputs.edge, dtype)
     dy, _, dp = _reads(weights, inputs)
-    p = inputs.p
     # Rounded as in the product with dy, so that s·ds − g stays a difference of the same terms.
-    through = (p * weights.inverse * weights.past).astype(dtype)
+    through = (inputs.p * weights.inverse * weights.past).astype(dtype)
     g = jnp.sum(through.astype(jnp.float32) * dp, axis=0)
     ds = block.product(through, dy, dtype, over=(0, 0))
-    return Queries(_softmax_transpose(p, dp), ds, g)
+    return Queries(dp, ds, g)
 
 
 def keys_in_products(inputs: Inputs) -> Keys:
@@ -147,8 +142,7 @@ def queries_by_tokens(inputs: Inputs, shape: Shape) -> Queries:
         return dp, sums[1] + through[:, None] * read.dy[None, :], sums[2] + through * read.dp
 
     n, d = shape.wide_latents, shape.wide_size
-    dp, ds, g = _by_tokens(body, shape, (shape.chunk, n), (n, d), (n,))
-    return Queries(_softmax_transpose(inputs.p, dp), ds, g)
+    return Queries(*_by_tokens(body, shape, (shape.chunk, n), (n, d), (n,)))
 
 
 def keys_by_tokens(inputs: Inputs, shape: Shape) -> Keys:

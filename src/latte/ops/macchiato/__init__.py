@@ -9,15 +9,20 @@ latents; both read the same values:
 so the weights of all tokens that y_t mixes sum to one.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from latte.ops.attention import AttentionState, attention
+from latte.ops.attention import AttentionState, after_past, attention, remember
+from latte.ops.attention.scores import Score
 from latte.ops.chunk import accumulator
-from latte.ops.latte import LatteState, latte, mix_bidirectional
+from latte.ops.dispatch import choose
+from latte.ops.latte import LatteState, empty_state, latte, mix_bidirectional
+from latte.ops.macchiato import gpu
 
 __all__ = ["MacchiatoState", "bidirectional", "macchiato", "reference"]
 
@@ -27,6 +32,34 @@ class MacchiatoState(NamedTuple):
 
     latents: LatteState
     window: AttentionState
+
+
+def _fused(
+    q: Array,
+    k: Array,
+    v: Array,
+    qw: Array,
+    kw: Array,
+    *,
+    window: int,
+    scale: float | None,
+    softcap: float | None,
+    segment_ids: Array | None,
+    state: MacchiatoState | None,
+    kernel: Callable,
+) -> tuple[Array, MacchiatoState]:
+    """Both parts at once, in a kernel that takes the window's cache in front of kw and v."""
+    latents, local = (None, None) if state is None else state
+    if latents is None:
+        latents = empty_state(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+    kw, v, runs, run_k = after_past(kw, v, segment_ids, local)
+    score = Score.of(qw.shape[3], scale, softcap)
+    y, latents = kernel(q, k, v, qw, kw, runs, run_k, latents, window, score)
+    kept = window - 1 if local is None else local.k.shape[1]
+    return y, MacchiatoState(latents, remember(kw, v, runs, run_k, kept))
+
+
+_KERNELS = {"gpu": partial(_fused, kernel=gpu.macchiato)}
 
 
 def macchiato(
@@ -59,8 +92,42 @@ def macchiato(
         y and the state after the last token.
 
     Raises:
-        ValueError: H is no multiple of G, or `impl` is not there.
+        ValueError: H is no multiple of G, or `impl` is not there or does not take these arrays.
     """
+    if q.shape[2] % v.shape[2]:
+        raise ValueError(f"{q.shape[2]} heads cannot share {v.shape[2]} key-value heads evenly")
+    # One token needs no kernel, and kernels have no float64.
+    fits = (
+        q.shape[1] > 1 and v.dtype in (jnp.bfloat16, jnp.float32) and (scale is None or scale > 0)
+    )
+    # Where no kernel is, each part has its own best form.
+    forms = {name: partial(parts, impl=impl) for name in ("reference", "xla")}
+    form = choose("macchiato", impl, forms, _KERNELS, fits=fits)
+    return form(
+        *(q, k, v, qw, kw),
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        segment_ids=segment_ids,
+        state=state,
+    )
+
+
+def parts(
+    q: Array,
+    k: Array,
+    v: Array,
+    qw: Array,
+    kw: Array,
+    *,
+    window: int,
+    scale: float | None = None,
+    softcap: float | None = None,
+    segment_ids: Array | None = None,
+    state: MacchiatoState | None = None,
+    impl: str | None = None,
+) -> tuple[Array, MacchiatoState]:
+    """`macchiato` from attention and Latte, one after the other, each in the form `impl`."""
     p = jax.nn.softmax(q.astype(accumulator(v.dtype)), axis=-1)
     latents, local = (None, None) if state is None else state
     near, local = attention(
@@ -73,12 +140,10 @@ def macchiato(
         segment_ids=segment_ids,
         state=local,
         impl=impl,
-        axis=axis,
     )
     # p over the latents is a softmax of its own, times the mass that the window leaves.
     values = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
-    shared = {"segment_ids": segment_ids, "impl": impl, "axis": axis}
-    far, latents = latte(q[..., 1:], k, values, state=latents, **shared)
+    far, latents = latte(q[..., 1:], k, values, segment_ids=segment_ids, state=latents, impl=impl)
     y = p[..., :1] * near + jnp.sum(p[..., 1:], axis=-1, keepdims=True) * far
     return y.astype(v.dtype), MacchiatoState(latents, local)
 
