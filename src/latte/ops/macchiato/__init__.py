@@ -9,24 +9,59 @@ latents; both read the same values:
 so the weights of all tokens that y_t mixes sum to one.
 """
 
-from typing import NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from latte.ops.attention import AttentionState, attention
+from latte.ops.attention import attention
 from latte.ops.chunk import accumulator
-from latte.ops.latte import LatteState, latte, mix_bidirectional
+from latte.ops.dispatch import choose
+from latte.ops.latte import latte, mix_bidirectional
+from latte.ops.macchiato import tpu
+from latte.ops.macchiato.state import MacchiatoState
 
 __all__ = ["MacchiatoState", "bidirectional", "macchiato", "reference"]
 
 
-class MacchiatoState(NamedTuple):
-    """The states of the two parts."""
+def _parts(
+    q: Float[Array, "B T H L"],
+    k: Float[Array, "B T H N"],
+    v: Float[Array, "B T G D"],
+    qw: Float[Array, "B T H K"],
+    kw: Float[Array, "B T G K"],
+    *,
+    window: int,
+    scale: float | None,
+    softcap: float | None,
+    segment_ids: Int[Array, "B T"] | None,
+    state: MacchiatoState | None,
+    impl: str | None,
+) -> tuple[Float[Array, "B T H D"], MacchiatoState]:
+    """Two ops, and the mixture of what they return."""
+    p = jax.nn.softmax(q.astype(accumulator(v.dtype)), axis=-1)
+    latents, local = (None, None) if state is None else state
+    near, local = attention(
+        qw,
+        kw,
+        v,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        segment_ids=segment_ids,
+        state=local,
+        impl=impl,
+    )
+    # p over the latents is a softmax of its own, times the mass that the window leaves.
+    values = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+    far, latents = latte(q[..., 1:], k, values, segment_ids=segment_ids, state=latents, impl=impl)
+    y = p[..., :1] * near + jnp.sum(p[..., 1:], axis=-1, keepdims=True) * far
+    return y.astype(v.dtype), MacchiatoState(latents, local)
 
-    latents: LatteState
-    window: AttentionState
+
+_FORMS = {name: functools.partial(_parts, impl=name) for name in ("reference", "xla")}
+_KERNELS = {"tpu": tpu.macchiato}
 
 
 def macchiato(
@@ -60,24 +95,22 @@ def macchiato(
     Raises:
         ValueError: H is no multiple of G, or `impl` is not there.
     """
-    p = jax.nn.softmax(q.astype(accumulator(v.dtype)), axis=-1)
-    latents, local = (None, None) if state is None else state
-    near, local = attention(
+    fits = tpu.fits(q, v, qw, window)
+    # Where no fused kernel fits, each part chooses for itself.
+    forms = _FORMS if impl else _FORMS | {"xla": functools.partial(_parts, impl=None)}
+    form = choose("macchiato", impl, forms, _KERNELS, fits=fits)
+    return form(
+        q,
+        k,
+        v,
         qw,
         kw,
-        v,
         window=window,
         scale=scale,
         softcap=softcap,
         segment_ids=segment_ids,
-        state=local,
-        impl=impl,
+        state=state,
     )
-    # p over the latents is a softmax of its own, times the mass that the window leaves.
-    values = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
-    far, latents = latte(q[..., 1:], k, values, segment_ids=segment_ids, state=latents, impl=impl)
-    y = p[..., :1] * near + jnp.sum(p[..., 1:], axis=-1, keepdims=True) * far
-    return y.astype(v.dtype), MacchiatoState(latents, local)
 
 
 def reference(
