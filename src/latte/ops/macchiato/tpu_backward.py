@@ -110,14 +110,14 @@ def _group_gradients(
     dtype = plan.latte.dtype
     p, window = mixture
     f = factors(group, p, tokens.k[:, group.latents].astype(jnp.float32), *carries, mask)
-    latents, windows = [], []
+    windows, latents = [], []
     for h in group.heads:
         at_k, at_v = keys_of(plan, group, h), values_of(group, h)
         keys = [tokens.kw[:, at_k], *(c.kw(at_k) for c in past)]
         values = [tokens.v[:, at_v], *(c.v(at_v) for c in past)]
-        grad, p0 = dy[:, at_v], mass(group, window, h)
+        q, grad, p0 = tokens.qw[:, at_k], dy[:, at_v], mass(group, window, h)
         across = [dot(grad, v, NT, dtype) for v in values]
-        near = _window_gradients(plan, seen, p0, tokens.qw[:, at_k], keys, grad, across)
+        near = _window_gradients(plan, seen, p0, q, keys, grad, across)
         windows.append(near)
         latents.append(head_gradients(group, h, f, values[0], grad, across[0], mask, near.weights))
     dp, dk, before = gather(group, f, latents, dy[:, group.values], *carries, mask)

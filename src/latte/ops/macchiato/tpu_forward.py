@@ -52,7 +52,7 @@ from latte.ops.macchiato.tpu_layout import (
     values_of,
 )
 from latte.ops.macchiato.tpu_mixture import Mixture
-from latte.ops.macchiato.tpu_window import Sight, attend, sight, unfold
+from latte.ops.macchiato.tpu_window import Sight, attend, sight, sum_products, unfold
 
 
 class Slow(NamedTuple):
@@ -106,13 +106,15 @@ def _group_outputs(
     u = p * jnp.where(w.exact, inverse(w.cum), 0)
     reads = jnp.where(mask.seen, u, 0)
     state, e, outs = (column(w.f) * carry.s).astype(dtype), w.e.astype(dtype), []
+    nears, total = [], sum_products(plan)
     for h in group.heads:
-        keys, values = keys_of(plan, group, h), values_of(group, h)
-        near = attend(
-            plan, seen, tokens.qw[:, keys], [x[:, keys] for x in (tokens.kw, *(c.kw for c in past))]
-        )
+        keys = keys_of(plan, group, h)
+        before = [c.kw[:, keys] for c in past]
+        near = attend(plan, seen, tokens.qw[:, keys], [tokens.kw[:, keys], *before], total)
         p0 = mass(group, window, h)
-        own, *before = unfold(seen.own, [p0 * x for x in near.weights])
+        nears.append(unfold(seen.own, [p0 * x for x in near.weights]))
+    for h, (own, *before) in enumerate(nears):
+        values = values_of(group, h)
         a = jnp.where(mask.pairs, dot(only_head(layout, u, h), e, NT, dtype) + own, 0)
         out = dot(a, tokens.v[:, values], NN, dtype)
         for weights, cache in zip(before, past, strict=True):

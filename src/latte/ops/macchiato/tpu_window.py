@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from latte.ops.latte.tpu_chunk import NT, dot, inverse
+from latte.ops.latte.tpu_chunk import NT, dot, inverse, sums_across
 from latte.ops.macchiato.tpu_layout import Plan
 
 
@@ -66,12 +66,26 @@ def added(parts: Iterable[Array]) -> Array:
     return functools.reduce(operator.add, parts)
 
 
-def _over_keys(reduce: Callable[..., Array], x: Float[Array, "C C"]) -> Float[Array, "C 1"]:
-    return reduce(x, axis=1, keepdims=True)
+Sum = Callable[[list[Array]], Array]
+"""A sum over all keys, of parts [C, C]: [C, 1], or [C, C] with the same in every lane."""
+
+
+def sum_lanes(parts: list[Float[Array, "C C"]]) -> Float[Array, "C 1"]:
+    return added(jnp.sum(x, axis=1, keepdims=True) for x in parts)
+
+
+def sum_products(plan: Plan) -> Sum:
+    """On the matrix units, of which the forward kernel has some to spare."""
+    ones = jnp.ones((plan.latte.chunk, plan.latte.chunk), jnp.float32)
+    return lambda parts: added(sums_across(x, ones, plan.latte.dtype) for x in parts)
 
 
 def attend(
-    plan: Plan, seen: Sight, q: Float[Array, "C K"], keys: list[Float[Array, "C K"]]
+    plan: Plan,
+    seen: Sight,
+    q: Float[Array, "C K"],
+    keys: list[Float[Array, "C K"]],
+    total: Sum = sum_lanes,
 ) -> Near:
     """softmax(cap(scale · q kᵀ)) of one head; `keys` of its own chunk, the one before it, …"""
     dtype = plan.latte.dtype
@@ -85,9 +99,9 @@ def attend(
     pairs = zip(seen.visible, logits, strict=True)
     logits = [jnp.where(visible, x, -jnp.inf) for visible, x in pairs]
     # A token sees itself, so that the largest logit is finite.
-    top = functools.reduce(jnp.maximum, [_over_keys(jnp.max, x) for x in logits])
+    top = functools.reduce(jnp.maximum, [jnp.max(x, axis=1, keepdims=True) for x in logits])
     weights = [jnp.exp(x - top) for x in logits]
-    scale = inverse(added(_over_keys(jnp.sum, x) for x in weights))
+    scale = inverse(total(weights))
     return Near([x * scale for x in weights], slope)
 
 
@@ -109,7 +123,7 @@ def pull(
     d p0 = Σ_s P_ts dy_t·v_s and d logit_ts = p0 P_ts (dy_t·v_s − d p0).
     """
     weighted = [p * g for p, g in zip(near.weights, gradients, strict=True)]
-    change = added(_over_keys(jnp.sum, x) for x in weighted)
+    change = sum_lanes(weighted)
     # p0 P (g − d p0), of which P g is at hand.
     rows = mass * plan.scale
     products = [rows * (x - p * change) for x, p in zip(weighted, near.weights, strict=True)]
