@@ -69,7 +69,7 @@ def cases() -> dict[str, tuple[Callable, list]]:
 
     def macchiato(q, k, qw, kw, v):
         parts = [heads(x) for x in (q, k, v, qw, kw)]
-        return ops.macchiato(*parts, window=WINDOW)[0].reshape(v.shape)
+        return ops.macchiato(*parts, window=WINDOW, impl="pallas")[0].reshape(v.shape)
 
     def rg_lru(x, r, i, lam):
         return ops.rg_lru(x, r, i, lam, impl="pallas")[0]
@@ -80,6 +80,10 @@ def cases() -> dict[str, tuple[Callable, list]]:
         "macchiato_n64": (
             macchiato,
             [flat(HEADS * 65), flat(HEADS * 64), *[flat(HEADS * SIZE)] * 3],
+        ),
+        "macchiato_n16": (
+            macchiato,
+            [flat(HEADS * 17), flat(HEADS * 16), *[flat(HEADS * SIZE)] * 3],
         ),
         "rg_lru": (rg_lru, [flat(WIDTH)] * 3 + [jax.ShapeDtypeStruct((WIDTH,), jnp.float32)]),
     }

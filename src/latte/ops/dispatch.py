@@ -19,7 +19,7 @@ def choose(
     available: Mapping[str, Callable],
     kernels: Mapping[str, Callable] | None = None,
     *,
-    fits: bool = True,
+    fits: bool | Mapping[str, bool] = True,
     native: Mapping[str, str] | None = None,
 ) -> Callable:
     """The implementation named, or the best one where None is asked for.
@@ -29,7 +29,8 @@ def choose(
         impl: a name in `available`, "pallas", or None.
         available: implementations that run anywhere.
         kernels: Pallas kernels by platform.
-        fits: whether the kernels take these arrays; where they do not, None falls back to XLA.
+        fits: whether the kernels take these arrays, by platform where it is not the same for all;
+            where they do not, None falls back to XLA.
         native: by platform the name of a form that comes before the kernels, where it is available.
             It is of a library of the device's, so only on the device itself.
 
@@ -38,6 +39,7 @@ def choose(
     """
     kernels = kernels or {}
     here = platform()
+    fits = fits if isinstance(fits, bool) else fits.get(here, False)
     if impl is None:
         impl = "pallas" if here in kernels and fits else "xla"
         own = (native or {}).get(here, impl)

@@ -95,23 +95,40 @@ def _tokens(q: Array, k: Array, v: Array, layout: Layout) -> tuple[Array, Array,
     return _flat(q, layout), _flat(k, layout, -jnp.inf), _flat(v, layout)
 
 
-def _carry(m: Array, l: Array, s: Array) -> tuple[Array, Array]:
+def carried(m: Array, l: Array, s: Array) -> tuple[Array, Array]:
     """The kernels' form of a state: rows (m, z) [B, 2, H · N] and z · s [B, H · N, D]."""
     z = jnp.exp(l)
     rows = jnp.stack([x.reshape(x.shape[0], -1) for x in (m, z)], axis=1)
     return rows, (z[..., None] * s).reshape(s.shape[0], -1, s.shape[-1])
 
 
-def _state(rows: Array, s: Array, layout: Layout) -> tuple[Array, Array, Array]:
+def state_of(rows: Array, s: Array, layout: Layout) -> tuple[Array, Array, Array]:
+    """The inverse of `carried`."""
     m, z = (rows[:, i].reshape(layout.batch, layout.heads, layout.latents) for i in (0, 1))
     return m, jnp.log(z), s.reshape(*z.shape, -1) / z[..., None]
+
+
+def carried_gradient(l: Array, s: Array, dl: Array, ds: Array) -> tuple[Array, Array]:
+    """The gradient of the kernels' form of a final state: l = log z and s = (z s) / z."""
+    inverse = jnp.exp(-l)
+    dz = (dl - jnp.sum(s * ds, axis=3)) * inverse
+    rows = jnp.stack([jnp.zeros_like(dz), dz], axis=1).reshape(dz.shape[0], 2, -1)
+    return rows, (inverse[..., None] * ds).reshape(s.shape[0], -1, s.shape[-1])
+
+
+def state_gradient(
+    g_rows: Array, g: Array, m: Array, l: Array, s: Array
+) -> tuple[Array, Array, Array]:
+    """The gradient of a state from that of the kernels' form of it; m has none."""
+    dz, g, z = g_rows[:, 1].reshape(l.shape), g.reshape(s.shape), jnp.exp(l)
+    return jnp.zeros_like(m), z * (dz + jnp.sum(s * g, axis=3)), z[..., None] * g
 
 
 def _mix(settings: tuple, q: Array, k: Array, v: Array, run: Array, m: Array, l: Array, s: Array):
     layout, interpret = settings
     tokens, runs = _tokens(q, k, v, layout), _run_rows(run, layout)
-    y, rows, after = forward(layout, runs, *tokens, *_carry(m, l, s), interpret)
-    return y[:, : q.shape[1]].reshape(v.shape), *_state(rows, after, layout)
+    y, rows, after = forward(layout, runs, *tokens, *carried(m, l, s), interpret)
+    return y[:, : q.shape[1]].reshape(v.shape), *state_of(rows, after, layout)
 
 
 def _mix_forward(settings: tuple, *args: Array) -> tuple:
@@ -124,21 +141,15 @@ def _mix_backward(settings: tuple, saved: tuple, cotangent: tuple) -> tuple:
     (q, k, v, run, m, l, s), (l_after, s_after) = saved
     dy, _, dl, ds = cotangent
     tokens, runs = _tokens(q, k, v, layout), _run_rows(run, layout)
-    rows, before = _carry(m, l, s)
+    rows, before = carried(m, l, s)
     states = chunk_states(layout, runs, *tokens[1:], rows, before, interpret)
-    # l = log z and s = (z s) / z of the final state.
-    inverse = jnp.exp(-l_after)
-    dz = (dl - jnp.sum(s_after * ds, axis=3)) * inverse
-    g_rows = jnp.stack([jnp.zeros_like(dz), dz], axis=1).reshape(layout.batch, 2, -1)
-    g = (inverse[..., None] * ds).reshape(before.shape)
+    ahead = carried_gradient(l_after, s_after, dl, ds)
     tokens = *tokens, _flat(dy, layout)
-    *grads, g_rows, g = backward(layout, runs, tokens, states, (g_rows, g), interpret)
+    *grads, g_rows, g = backward(layout, runs, tokens, states, ahead, interpret)
     dq, dk, dv = (
         x[:, : q.shape[1]].reshape(y.shape) for x, y in zip(grads, (q, k, v), strict=True)
     )
-    dz, g = g_rows[:, 1].reshape(l.shape), g.reshape(s.shape)
-    z = jnp.exp(l)
-    return dq, dk, dv, None, jnp.zeros_like(m), z * (dz + jnp.sum(s * g, axis=3)), z[..., None] * g
+    return dq, dk, dv, None, *state_gradient(g_rows, g, m, l, s)
 
 
 _mixed = jax.custom_vjp(_mix, nondiff_argnums=(0,))

@@ -10,7 +10,7 @@ gradients of the next state's s and z:
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from latte.ops.latte.tpu_chunk import (
     Group,
     Layout,
     Masks,
+    Update,
+    Weights,
     advance,
     column,
     dot,
@@ -49,6 +51,7 @@ from latte.ops.latte.tpu_forward import (
     state_shapes,
     state_specs,
     token_spec,
+    weights_of_logits,
     write_carry,
 )
 
@@ -77,7 +80,7 @@ def _states_kernel(
         write_carry(group, rows, s, advance(carry, new, group, v[:, group.values]))
 
 
-def _chunk_state_specs(layout: Layout, last: int | None = None) -> list[pl.BlockSpec]:
+def chunk_state_specs(layout: Layout, last: int | None = None) -> list[pl.BlockSpec]:
     """Of the states before every chunk, [B, n, 2, H · N] and [B, n, H · N, D]."""
     width = layout.block * layout.latents
 
@@ -113,7 +116,7 @@ def chunk_states(
             token_spec(layout, layout.size),
             *state_specs(layout),
         ],
-        out_specs=_chunk_state_specs(layout),
+        out_specs=chunk_state_specs(layout),
         out_shape=shapes,
         scratch_shapes=scratch(layout),
         compiler_params=parameters(),
@@ -122,46 +125,115 @@ def chunk_states(
     )(runs, k, v, rows, s)
 
 
+class Factors(NamedTuple):
+    """What a group's gradients are made of. past, g: f s and G, rounded for products.
+
+    by_cum: 1 / cum where products are exact and 0 where not; there only what the next state says
+    is in the gradients.
+    """
+
+    weights: Weights
+    new: Update
+    by_cum: Float[Array, "C L"]
+    u: Float[Array, "C L"]
+    past: Float[Array, "L D"]
+    g: Float[Array, "L D"]
+
+
+def factors(
+    group: Group,
+    p: Float[Array, "C L"],
+    k: Float[Array, "C L"],
+    carry: Carry,
+    ahead: Carry,
+    mask: Masks,
+) -> Factors:
+    layout, dtype = group.layout, group.layout.dtype
+    w, new = weigh(layout, k, carry, mask), update(k, carry.m, mask)
+    by_cum = jnp.where(w.exact, inverse(w.cum), 0)
+    past = (column(w.f) * carry.s).astype(dtype)
+    return Factors(w, new, by_cum, p * by_cum, past, ahead.s.astype(dtype))
+
+
+class OfHead(NamedTuple):
+    """A head's products, before its lanes are taken out of them: parts of dp (from this chunk, from
+    the past), of dk (from this chunk, for the next) and dv."""
+
+    read: Float[Array, "C L"]
+    past: Float[Array, "C L"]
+    key: Float[Array, "C L"]
+    next: Float[Array, "C L"]
+    dv: Float[Array, "C D"]
+
+
+def head_gradients(
+    group: Group,
+    h: int,
+    f: Factors,
+    value: Float[Array, "C D"],
+    grad: Float[Array, "C D"],
+    across: Float[Array, "C C"],
+    mask: Masks,
+    near: Float[Array, "C C"] | None = None,
+) -> OfHead:
+    """`across` is dy vᵀ; `near`, in rows of s, is added to the latents' weights of v."""
+    layout, dtype = group.layout, group.layout.dtype
+    e = f.weights.e.astype(dtype)
+    da_t = jnp.where(mask.later, dot(value, grad, NT, dtype), 0)
+    a_t = dot(e, only_head(layout, f.u, h), NT, dtype)
+    a_t = jnp.where(mask.later, a_t if near is None else a_t + near, 0)
+    return OfHead(
+        dot(jnp.where(mask.pairs, across, 0), e, NN, dtype),
+        dot(grad, f.past, NT, dtype),
+        dot(da_t, f.u, NN, dtype),
+        dot(value, f.g, NT, dtype),
+        dot(a_t, grad, NN, dtype) + dot(only_head(layout, f.new.new, h), f.g, NN, dtype),
+    )
+
+
+def gather(
+    group: Group,
+    f: Factors,
+    heads: list[OfHead],
+    grads: Float[Array, "C V"],
+    carry: Carry,
+    ahead: Carry,
+    mask: Masks,
+) -> tuple[Float[Array, "C L"], Float[Array, "C L"], Carry]:
+    """dp, dk and the carried state's gradient of a group, from its heads' products."""
+    layout, w, new = group.layout, f.weights, f.new
+    reached = jnp.where(mask.seen, of_heads(layout, [h.past for h in heads]), 0)
+    dp = (of_heads(layout, [h.read for h in heads]) + reached) * f.by_cum
+    dz = f.u * dp
+    from_later = of_heads(layout, [h.key for h in heads]) - sums(mask.later, dz, layout.dtype)
+    from_next = of_heads(layout, [h.next for h in heads]) + ahead.z
+    dk = w.e * from_later + new.new * from_next
+    through = per_head_rows(group, jnp.where(mask.seen, f.u, 0), grads)
+    s = column(new.old) * ahead.s + column(w.f) * through
+    z = new.old * ahead.z - w.f * jnp.sum(jnp.where(mask.seen, dz, 0), axis=0, keepdims=True)
+    return dp, dk, Carry(ahead.m, z, s)
+
+
 def _group_gradients(
     group: Group, refs: Any, gradients: Any, carry: Carry, ahead: Carry, mask: Masks
 ) -> tuple[Carry, Array]:
-    """Writes dq, dk, dv of a group; the carried state's gradient, and whether products are exact.
-
-    Where they are not, only what the next state says is in it.
-    """
+    """Writes dq, dk, dv of a group; the carried state's gradient, and if products are exact."""
     q, k, v, dy = refs
     dq, dk, dv = gradients
     layout, lanes, dtype = group.layout, group.latents, group.layout.dtype
-    key, values, grads = k[:, lanes].astype(jnp.float32), v[:, group.values], dy[:, group.values]
-    w, new = weigh(layout, key, carry, mask), update(key, carry.m, mask)
     p = softmax(layout, q[:, lanes].astype(jnp.float32))
-    by_cum = jnp.where(w.exact, inverse(w.cum), 0)
-    u, weight = p * by_cum, column(w.f)
-    e, past, g = w.e.astype(dtype), (weight * carry.s).astype(dtype), ahead.s.astype(dtype)
-    narrow = u.astype(dtype)
-    reads, pasts, keys, nexts, outs = [], [], [], [], []
+    f = factors(group, p, k[:, lanes].astype(jnp.float32), carry, ahead, mask)
+    values, grads, heads = v[:, group.values], dy[:, group.values], []
     for h in group.heads:
         value, grad = values[:, group.columns(h)], grads[:, group.columns(h)]
-        da = jnp.where(mask.pairs, dot(grad, value, NT, dtype), 0)
-        da_t = jnp.where(mask.later, dot(value, grad, NT, dtype), 0)
-        a_t = jnp.where(mask.later, dot(e, only_head(layout, u, h), NT, dtype), 0)
-        reads.append(dot(da, e, NN, dtype))
-        pasts.append(dot(grad, past, NT, dtype))
-        keys.append(dot(da_t, narrow, NN, dtype))
-        nexts.append(dot(value, g, NT, dtype))
-        out = dot(a_t, grad, NN, dtype) + dot(only_head(layout, new.new, h), g, NN, dtype)
-        outs.append(out.astype(dv.dtype))
-    dv[:, group.values] = jnp.concatenate(outs, axis=1)
-    reached = jnp.where(mask.seen, of_heads(layout, pasts), 0)
-    dp = (of_heads(layout, reads) + reached) * by_cum
-    each, dz = p * dp, u * dp
+        across = dot(grad, value, NT, dtype)
+        heads.append(head_gradients(group, h, f, value, grad, across, mask))
+    dv[:, group.values] = jnp.concatenate([h.dv.astype(dv.dtype) for h in heads], axis=1)
+    dp, key, before = gather(group, f, heads, grads, carry, ahead, mask)
+    each = p * dp
     dq[:, lanes] = (each - p * head_sums(layout, each)).astype(dq.dtype)
-    here = w.e * (of_heads(layout, keys) - sums(mask.later, dz, dtype))
-    dk[:, lanes] = (here + new.new * (of_heads(layout, nexts) + ahead.z)).astype(dk.dtype)
-    through = per_head_rows(group, jnp.where(mask.seen, u, 0), grads)
-    s = column(new.old) * ahead.s + weight * through
-    z = new.old * ahead.z - w.f * jnp.sum(jnp.where(mask.seen, dz, 0), axis=0, keepdims=True)
-    return Carry(ahead.m, z, s), w.exact
+    dk[:, lanes] = key.astype(dk.dtype)
+    return before, f.weights.exact
 
 
 def _backward_kernel(
@@ -201,18 +273,13 @@ def _backward_kernel(
     def _() -> None:
         tmp[0][...], tmp[1][...] = rows[...], s[...]
 
-    recurrence.walk(layout, steps, (q, k, v, runs), tmp, dy, dq, saved)
+    def emit(t: Array, group: Group, p: Array, each: Array) -> None:
+        total = recurrence.over_heads(layout, head_sums, each)
+        recurrence.write(dq, t, group.latents, each - p * total)
 
-    @pl.when(steps > 0)
-    def _() -> None:
-        tmp[0][...], tmp[1][...] = jnp.zeros_like(tmp[0]), jnp.zeros_like(tmp[1])
-
-    recurrence.walk_back(layout, steps, (v, dy), tmp, saved, (dk, dv))
-
-    @pl.when(steps > 0)
-    def _() -> None:
-        g_rows[...] += tmp[0][...]
-        g_s[...] += tmp[1][...]
+    weights = weights_of_logits(layout, q)
+    recurrence.walk(layout, steps, weights, (k, v, runs), tmp, dy, emit, saved)
+    recurrence.walk_back(layout, steps, (v, dy), tmp, saved, (dk, dv), (g_rows, g_s))
 
 
 def backward(
@@ -231,7 +298,7 @@ def backward(
     wide, narrow = (token_spec(layout, x, last) for x in (layout.size, layout.latents))
     q, k, v, _ = tokens
     saved = pltpu.VMEM((layout.chunk, layout.block * layout.latents), jnp.float32)
-    chunk_specs = _chunk_state_specs(layout, last)
+    chunk_specs = chunk_state_specs(layout, last)
     return pl.pallas_call(
         functools.partial(_backward_kernel, layout),
         grid=layout.grid,

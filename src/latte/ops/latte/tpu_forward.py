@@ -109,6 +109,16 @@ def _group_outputs(
     return weights.exact
 
 
+def weights_of_logits(layout: Layout, q: Any) -> recurrence.Weights:
+    """A token's softmax, for the recurrence."""
+
+    def weights(t: Array, group: Group) -> Array:
+        row = recurrence.read(q, t, group.latents)
+        return recurrence.over_heads(layout, softmax, row)
+
+    return weights
+
+
 def _forward_kernel(
     layout: Layout,
     runs: Any,
@@ -135,7 +145,12 @@ def _forward_kernel(
         value = v[:, group.values]
         exact.append(_group_outputs(group, q[:, group.latents], key, value, y, carry, mask))
         write_carry(group, rows, s, advance(carry, update(key, carry.m, mask), group, value))
-    recurrence.outputs(layout, slow_steps(layout, exact), (q, k, v, runs), tmp, y)
+
+    def emit(t: Array, group: Group, row: Array) -> None:
+        recurrence.write(y, t, group.values, row)
+
+    steps = slow_steps(layout, exact)
+    recurrence.outputs(layout, steps, weights_of_logits(layout, q), (k, v, runs), tmp, emit)
 
 
 def forward(

@@ -11,27 +11,23 @@ so the weights of all tokens that y_t mixes sum to one.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from latte.ops.attention import AttentionState, after_past, attention, remember
+from latte.ops import context
+from latte.ops.attention import after_past, attention, remember
+from latte.ops.attention import state_before as window_before
 from latte.ops.attention.scores import Score
 from latte.ops.chunk import accumulator
 from latte.ops.dispatch import choose
-from latte.ops.latte import LatteState, empty_state, latte, mix_bidirectional
-from latte.ops.macchiato import gpu
+from latte.ops.latte import latte, mix_bidirectional
+from latte.ops.latte import state_before as latents_before
+from latte.ops.macchiato import gpu, tpu
+from latte.ops.macchiato.state import MacchiatoState, empty_state
 
-__all__ = ["MacchiatoState", "bidirectional", "macchiato", "reference"]
-
-
-class MacchiatoState(NamedTuple):
-    """The states of the two parts."""
-
-    latents: LatteState
-    window: AttentionState
+__all__ = ["MacchiatoState", "bidirectional", "macchiato", "parts", "reference"]
 
 
 def _fused(
@@ -49,9 +45,8 @@ def _fused(
     kernel: Callable,
 ) -> tuple[Array, MacchiatoState]:
     """Both parts at once, in a kernel that takes the window's cache in front of kw and v."""
-    latents, local = (None, None) if state is None else state
-    if latents is None:
-        latents = empty_state(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+    latents = (empty_state(k, v, kw, window) if state is None else state).latents
+    local = None if state is None else state.window
     kw, v, runs, run_k = after_past(kw, v, segment_ids, local)
     score = Score.of(qw.shape[3], scale, softcap)
     y, latents = kernel(q, k, v, qw, kw, runs, run_k, latents, window, score)
@@ -59,7 +54,7 @@ def _fused(
     return y, MacchiatoState(latents, remember(kw, v, runs, run_k, kept))
 
 
-_KERNELS = {"gpu": partial(_fused, kernel=gpu.macchiato)}
+_KERNELS = {"tpu": tpu.macchiato, "gpu": partial(_fused, kernel=gpu.macchiato)}
 
 
 def macchiato(
@@ -96,10 +91,14 @@ def macchiato(
     """
     if q.shape[2] % v.shape[2]:
         raise ValueError(f"{q.shape[2]} heads cannot share {v.shape[2]} key-value heads evenly")
+    if axis is not None:
+        state = _state_before((k, v, kw), window, context.numbered(segment_ids), state, axis)
     # One token needs no kernel, and kernels have no float64.
-    fits = (
-        q.shape[1] > 1 and v.dtype in (jnp.bfloat16, jnp.float32) and (scale is None or scale > 0)
-    )
+    taken = q.shape[1] > 1 and v.dtype in (jnp.bfloat16, jnp.float32)
+    fits = {
+        "tpu": taken and tpu.fits(q, v, qw, window),
+        "gpu": taken and (scale is None or scale > 0),
+    }
     # Where no kernel is, each part has its own best form.
     forms = {name: partial(parts, impl=impl) for name in ("reference", "xla")}
     form = choose("macchiato", impl, forms, _KERNELS, fits=fits)
@@ -146,6 +145,23 @@ def parts(
     far, latents = latte(q[..., 1:], k, values, segment_ids=segment_ids, state=latents, impl=impl)
     y = p[..., :1] * near + jnp.sum(p[..., 1:], axis=-1, keepdims=True) * far
     return y.astype(v.dtype), MacchiatoState(latents, local)
+
+
+def _state_before(
+    arrays: tuple[Array, Array, Array],
+    window: int,
+    segment_ids: Int[Array, "B T"],
+    state: MacchiatoState | None,
+    axis: str,
+) -> MacchiatoState:
+    """The states before each device's part of a row that begins at `state`."""
+    k, v, kw = arrays
+    latents, local = state or empty_state(k, v, kw, window, accumulator(v.dtype))
+    values = jnp.repeat(v, k.shape[2] // v.shape[2], axis=2)
+    return MacchiatoState(
+        latents_before(k, values, segment_ids, latents, axis),
+        window_before(kw, v, segment_ids, local, window - 1, axis),
+    )
 
 
 def reference(
