@@ -107,9 +107,9 @@ class Pod:
 
     @property
     def describe_command(self) -> list[str]:
-        return self._queued(
-            "describe", "--format=value(state.state,state.failedData.error.message)"
-        )
+        kind = "tpu.nodeSpec[0].node.acceleratorType"
+        fields = f"state.state,{kind},state.failedData.error.message"
+        return self._queued("describe", f"--format=value({fields})")
 
     @property
     def delete_command(self) -> list[str]:
@@ -142,9 +142,22 @@ class Pod:
     # --- the queued resource ---------------------------------------------------------------------
 
     def state(self) -> State:
+        """Where the queued resource stands.
+
+        Raises:
+            LaunchError: it holds another slice than the one that is asked for.
+        """
         done = patiently(self.describe_command, f"asking for the state of {self.name}")
-        name, _, why = done.out.strip().partition("\t")
-        return State("") if not_found(done) else State(name, why)
+        if not_found(done):
+            return State("")
+        name, kind, why = f"{done.out.strip()}\t\t".split("\t")[:3]
+        if self.accelerator and kind not in ("", self.accelerator):
+            raise LaunchError(
+                f"{self.name} in {self.zone} is a {kind}, not a {self.accelerator}; give it back "
+                "first, with --delete, or take another --name",
+                2,
+            )
+        return State(name, " ".join(why.split()))
 
     def acquire(self) -> None:
         """Returns once the slice is there; asks for it where it is not, or no longer.

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ import pytest
 
 from tests.launch.stand_in import ROOT, Cloud, make_environment
 from tests.training.conftest import tiny as tiny
-from tests.training.conftest import whole as whole
 
 # The checkout's own `latte`, of which launch/tpu.sh only needs the plan.
 PLAN = """
@@ -46,6 +46,7 @@ class Launcher:
         self.plan_calls = folder / "plan_calls"
         self.bin = folder / "bin"
         self.bin.mkdir()
+        self.started: list[subprocess.Popen] = []
         script = ROOT / "tests" / "launch" / "stand_in.py"
         (self.bin / "gcloud").write_text(f'#!/bin/sh\nexec {sys.executable} -S {script} "$@"\n')
         (self.bin / "gcloud").chmod(0o755)
@@ -53,7 +54,7 @@ class Launcher:
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
         """Begins `launch/tpu.sh ARGUMENTS`, in a process group of its own."""
         paths = [str(self.bin), str(Path(sys.executable).parent), os.environ["PATH"]]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [self.checkout / "launch" / "tpu.sh", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -70,6 +71,8 @@ class Launcher:
             }
             | environment,
         )
+        self.started.append(process)
+        return process
 
     def options(self, config: str = "latte_tiny") -> list[str]:
         return ["--config", config, "--tpu", "v5litepod-4", "--bucket", str(self.bucket)]
@@ -80,9 +83,17 @@ class Launcher:
         out, err = process.communicate(timeout=120)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
+    def close(self) -> None:
+        """Ends what a test left running."""
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        self.cloud.close()
+
 
 @pytest.fixture
 def launcher(checkout, tmp_path) -> Iterator[Launcher]:
     launcher = Launcher(checkout, tmp_path)
     yield launcher
-    launcher.cloud.close()
+    launcher.close()

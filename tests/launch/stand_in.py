@@ -166,15 +166,19 @@ class Cloud:
         if name in state["resources"]:
             raise RefusalError(f"ALREADY_EXISTS: Resource '{name}' already exists.")
         state["made"] += 1
+        kind = flags["accelerator-type"]
         waiting = ["ACCEPTED", *["WAITING_FOR_RESOURCES"] * state["delay"], "PROVISIONING"]
-        ends = f"FAILED\t{state['failures'].pop(0)}" if state["failures"] else "ACTIVE"
-        state["resources"][name] = {"id": f"host{state['made']:03}", "states": [*waiting, ends]}
+        why = state["failures"].pop(0) if state["failures"] else ""
+        states = [*waiting, "FAILED" if why else "ACTIVE"]
+        resource = {"id": f"host{state['made']:03}", "kind": kind, "why": why, "states": states}
+        state["resources"][name] = resource
 
     def describe(self, state: dict, name: str, flags: dict, argv: list[str]) -> None:
         resource = self._resource(state, name)
         if len(resource["states"]) > 1:
             resource["states"].pop(0)
-        print(resource["states"][0])
+        now = resource["states"][0]
+        print(now, resource["kind"], resource["why"] if now == "FAILED" else "", sep="\t")
         if resource["states"] == ["ACTIVE"] and not resource.get("booted"):
             resource["booted"] = True
             for i in range(state["hosts"]):
