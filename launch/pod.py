@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import NamedTuple
 
@@ -26,6 +28,7 @@ from gcloud import (
     wait,
 )
 
+CACHE = Path(__file__).resolve().parents[1] / ".cache" / "launch"
 _HOST = "latte/launch/tpu_host.sh"
 _ARCHIVE = "latte.tar.gz"
 
@@ -35,7 +38,7 @@ _ALIVE = "-oServerAliveInterval=30"
 
 # What may stay from one sync to the next: the environment and prepared corpora.
 _UNPACK = (
-    f"if [ -e {_HOST} ]; then bash {_HOST} stop; fi && mkdir -p latte"
+    f"if [ -e {_HOST} ]; then bash {_HOST} stop 30; fi && mkdir -p latte"
     " && find latte -mindepth 1 -maxdepth 1 ! -name .venv ! -name .cache -exec rm -rf {} +"
     f" && tar -xzf {_ARCHIVE} -C latte && bash {_HOST} install"
 )
@@ -130,7 +133,7 @@ class Pod:
         return self.ssh_command("all", shlex.join(["bash", _HOST, "start", *arguments]))
 
     def stop_command(self) -> list[str]:
-        return self.ssh_command("all", f"if [ -e {_HOST} ]; then bash {_HOST} stop; fi")
+        return self.ssh_command("all", f"if [ -e {_HOST} ]; then bash {_HOST} stop 300; fi")
 
     def status_command(self, worker: str) -> list[str]:
         command = f"if [ -e {_HOST} ]; then bash {_HOST} status; else echo none 0; fi"
@@ -138,6 +141,11 @@ class Pod:
 
     def follow_command(self, line: int) -> list[str]:
         return self.ssh_command("0", f"bash {_HOST} follow {line}")
+
+    @property
+    def given_back(self) -> Path:
+        """Is there once --delete was called, so that no other call asks for the slice again."""
+        return CACHE / f"{self.name}.deleted"
 
     # --- the queued resource ---------------------------------------------------------------------
 
@@ -163,10 +171,12 @@ class Pod:
         """Returns once the slice is there; asks for it where it is not, or no longer.
 
         Raises:
-            LaunchError: it is refused, or requests fail one after the other.
+            LaunchError: it is refused, requests fail one after the other, or it was given back.
         """
         shown, asked, failures = State(""), False, 0
+        self._refuse_given_back()
         while (state := self.state()).name != "ACTIVE":
+            self._refuse_given_back()
             if state not in (shown, State("")):
                 self._show(state)
             shown = state
@@ -181,6 +191,10 @@ class Pod:
             else:
                 time.sleep(POLL)
         self._show(state)
+
+    def _refuse_given_back(self) -> None:
+        if self.given_back.exists():
+            raise LaunchError(f"{self.name} was given back with --delete", 1)
 
     def _show(self, state: State) -> None:
         words = ", ".join(filter(None, [_MEANING.get(state.name, "waiting"), state.why]))
@@ -252,13 +266,14 @@ class Pod:
         )
 
     def reports(self, worker: str) -> list[Report]:
-        """What hosts say of their run."""
+        """What hosts say of their run; `worker`: a number or "all"."""
         done = self.reach(self.status_command(worker), f"asking {self.name} for its run")
-        found = (line.split(maxsplit=2) for line in done.out.splitlines())
-        return [Report(f[0], int(f[1]), " ".join(f[2:])) for f in found if len(f) > 1]
+        found = re.findall(r"^([a-z]+) (\d+) ?(.*)$", done.out, re.MULTILINE)
+        return [Report(word, int(lines), arguments) for word, lines, arguments in found]
 
-    def report(self, worker: str) -> Report:
-        return self.reports(worker)[0]
+    def report(self) -> Report:
+        """What host 0 says of its run."""
+        return self.reports("0")[0]
 
     def follow(self, line: int) -> int:
         """Prints the log of host 0 until the run ends or the connection does; the next line.
@@ -275,7 +290,7 @@ class Pod:
             try:
                 for text in process.stdout:
                     number, _, rest = text.partition(b":")
-                    if rest.endswith(b"\n") and first + int(number) - 1 == line:
+                    if rest.endswith(b"\n") and number == b"%d" % (line - first + 1):
                         sys.stdout.buffer.write(rest)
                         sys.stdout.flush()
                         line += 1
@@ -285,11 +300,12 @@ class Pod:
 
     def _leave_when_lost(self, process: Popen) -> None:
         """Ends a connection to a slice that is not there any more: SSH finds out much later."""
+        time.sleep(POLL)
         while process.poll() is None:
-            time.sleep(POLL)
             done = run(self.describe_command)
             if not_found(done) or (done.status == 0 and not done.out.startswith("ACTIVE")):
                 _kill(process)
+            time.sleep(POLL)
 
 
 def _kill(process: Popen) -> None:

@@ -3,6 +3,8 @@
 import argparse
 import ast
 import difflib
+import io
+import json
 import os
 import re
 import shlex
@@ -18,7 +20,7 @@ from typing import NoReturn
 import gcloud
 import slices
 from gcloud import ATTEMPTS, LaunchError, say
-from pod import LostError, Pod, Report
+from pod import CACHE, LostError, Pod, Report
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -76,7 +78,7 @@ class Job:
 
     @property
     def archive(self) -> Path:
-        return ROOT / ".cache" / "launch" / f"{self.pod.name}.tar.gz"
+        return CACHE / f"{self.pod.name}.tar.gz"
 
     @property
     def run_dir(self) -> str:
@@ -109,7 +111,10 @@ ENVIRONMENT = [
     f"source {shlex.quote(str(ROOT / 'launch' / 'common.sh'))}; "
     "make_environment requirements.txt; make_tpu_compiler",
 ]
-TRACKED = ["git", "-C", str(ROOT), "ls-files", "-z"]
+_GIT = ["git", "-C", str(ROOT)]
+COMMIT = [*_GIT, "rev-parse", "HEAD"]
+CHANGES = [*_GIT, "status", "--porcelain"]
+TRACKED = [*_GIT, "ls-files", "-z"]
 UNTRACKED = [*TRACKED, "--others", "--exclude-standard", "--", "src", "configs", "launch"]
 
 
@@ -250,7 +255,7 @@ def pack(job: Job) -> None:
     forgotten = [name for name in _listed(UNTRACKED) if ROOT / name != job.config]
     if forgotten:
         say(f"not sent, because git does not track it: {', '.join(forgotten)}")
-    job.archive.parent.mkdir(parents=True, exist_ok=True)
+    CACHE.mkdir(parents=True, exist_ok=True)
     partial = job.archive.with_suffix(f".{os.getpid()}")
     with tarfile.open(partial, "w:gz") as archive:
         for name in sorted(files):
@@ -258,7 +263,19 @@ def pack(job: Job) -> None:
                 archive.add(ROOT / name, name)
         if job.sent_config not in files:
             archive.add(job.config, job.sent_config)
+        _add_git_state(archive)
     partial.replace(job.archive)
+
+
+def _add_git_state(archive: tarfile.TarFile) -> None:
+    """Adds what a checkout would know, for environment.json: latte.environment reads it."""
+    commit = gcloud.run(COMMIT)
+    if commit.status == 0:  # a repository without any commit has none to tell
+        state = {"commit": commit.out.strip(), "dirty": bool(gcloud.run(CHANGES).out)}
+        data = json.dumps(state).encode()
+        member = tarfile.TarInfo("launched/git.json")
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
 
 
 def _listed(command: list[str]) -> list[str]:
@@ -284,7 +301,7 @@ class Launch:
     def is_going_on(self) -> bool:
         """Whether there is nothing to do but to show the run's log."""
         try:
-            return self.pod.state().name == "ACTIVE" and self._is_mine(self.pod.report("0"))
+            return self.pod.state().name == "ACTIVE" and self._is_mine(self.pod.report())
         except LostError:
             return False
 
@@ -317,14 +334,14 @@ class Launch:
         word = self._attach()
         while word == "running":
             self.line = self.pod.follow(self.line)
-            word = self.pod.report("0").word
+            word = self.pod.report().word
             if word == "running":  # the connection broke
                 gcloud.wait(1)
         return word
 
     def _attach(self) -> str:
         """Sees to it that the run is going on on every host, unless it is done."""
-        report = self.pod.report("0")
+        report = self.pod.report()
         if self._is_mine(report) and self._everywhere(report.word):
             self.line = max(self.line, report.lines - 19)
             say(f"the run is {'going on' if report.word == 'running' else 'done'} already")
@@ -377,6 +394,8 @@ _ENDS = {"stopped": "was asked to stop", "crashed": "crashed", "lost": "ended wi
 
 def delete(pod: Pod) -> None:
     """Lets the run save, and gives the slice back."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    pod.given_back.touch()
     state = pod.state()
     if not state.name:
         say(f"there is no {pod.name} in {pod.zone}: nothing to delete")
@@ -404,6 +423,8 @@ def commands(job: Job, options: argparse.Namespace) -> list[list[str]]:
         job.plan_command,
         TRACKED,
         UNTRACKED,
+        COMMIT,
+        CHANGES,
         pod.create_command,
         pod.describe_command,
         pod.status_command("0"),
@@ -448,6 +469,7 @@ def go(job: Job) -> None:
     if not launch.is_going_on():
         check_plan(job)
     pack(job)
+    job.pod.given_back.unlink(missing_ok=True)
     launch.run()
 
 

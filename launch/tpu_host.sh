@@ -6,7 +6,7 @@
 #                     the lines of its log; its arguments
 #   follow LINE       prints the log from a line on, each after its number from there, until the
 #                     run ends
-#   stop              lets the run save and end
+#   stop SECONDS      lets the run save and end; kills it after so long
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -94,7 +94,8 @@ stop() {
   local group
   group=-$(cat "$state/pid")
   kill -TERM -- "$group" || true
-  flock --timeout 120 "$state/lock" true || kill -KILL -- "$group"
+  flock --timeout "$1" "$state/lock" true || kill -KILL -- "$group"
+  flock --timeout 30 "$state/lock" true
 }
 
 "$@"

@@ -31,7 +31,8 @@ def checkout(tmp_path_factory) -> Path:
     for path in (*ROOT.glob("requirements*.txt"), *ROOT.glob("*.toml"), ROOT / ".gitignore"):
         shutil.copyfile(path, root / path.name)
     make_environment(root, PLAN)
-    for command in (["init", "--quiet"], ["add", "."]):
+    me = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
+    for command in (["init", "-q"], ["add", "."], [*me, "commit", "-qm", "all"]):
         subprocess.run(["git", *command], cwd=root, check=True)
     return root
 

@@ -1,5 +1,6 @@
 """launch/tpu.sh as a user meets it, against a stand-in of Google Cloud (stand_in.py)."""
 
+import json
 import os
 import signal
 import subprocess
@@ -75,6 +76,8 @@ def test_a_preempted_run_goes_on_to_its_end_bitwise(launcher, tiny, tmp_path):
     for folder in (whole, run_dir):
         (folder / "samples.txt").touch()
     same_run(whole, run_dir)
+    git = [start["git"] for start in json.loads((run_dir / "environment.json").read_text())]
+    assert [(len(state["commit"]), state["dirty"]) for state in git] == [(40, False)] * 2
     assert launcher.cloud.count("queued-resources", "create", "--spot") == 2
     for words in (
         "tiny (v5litepod-4 in my-zone-a) is WAITING_FOR_RESOURCES: in the queue",
@@ -133,6 +136,40 @@ def test_an_interrupt_leaves_the_run_going_on(launcher):
     again = launcher.run("--config", "latte_tiny", "--delete")
     assert again.returncode == 0
     assert f"there is no {NAME} in my-zone-a: nothing to delete" in again.stdout
+
+
+def test_a_slice_that_is_given_back_is_not_asked_for_again(launcher):
+    """By the call that still shows its log."""
+    launcher.cloud.set(latte=WAITING)
+    process = launcher.start(*launcher.options())
+    read_until(process, "arguments train")
+    assert launcher.run("--config", "latte_tiny", "--delete").returncode == 0
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err == f"latte: {NAME} was given back with --delete\n"
+    assert "asked to stop: saved step 7" in out
+    assert launcher.cloud.resources() == []
+    assert launcher.cloud.count("create") == 1
+
+
+def test_a_run_that_ended_on_one_host_only_is_started_again_on_all(launcher):
+    launcher.cloud.set(hosts=2, latte=WAITING)
+    first = launcher.start(*launcher.options())
+    read_until(first, "arguments train")
+    os.killpg(first.pid, signal.SIGINT)
+    assert first.wait() == 130
+    hosts = launcher.cloud.hosts(NAME)
+    until((hosts[1] / "starts").exists)
+    os.killpg(int((hosts[1] / "latte-run" / "pid").read_text()), signal.SIGKILL)
+    second = launcher.start(*launcher.options())
+    said = read_until(second, "arguments train")
+    assert "going on already" not in said
+    until(lambda: len((hosts[1] / "starts").read_text().split()) == 2)
+    for host in hosts:
+        assert len((host / "starts").read_text().split()) == 2
+        end(host, "echo finished")
+    assert second.communicate(timeout=60)[1] == ""
+    assert second.returncode == 0
 
 
 def test_what_is_sent(launcher, tmp_path):
