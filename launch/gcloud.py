@@ -48,9 +48,12 @@ def say(words: str) -> None:
 
 def run(command: list[str]) -> Done:
     """Runs a command to its end, without a terminal."""
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
+    except FileNotFoundError:
+        return Done(127, "", f"{command[0]} is not on the PATH")
     return Done(done.returncode, done.stdout, done.stderr)
 
 

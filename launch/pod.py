@@ -32,8 +32,8 @@ CACHE = Path(__file__).resolve().parents[1] / ".cache" / "launch"
 _HOST = "latte/launch/tpu_host.sh"
 _ARCHIVE = "latte.tar.gz"
 
-# A connection to a host that has gone away ends after a minute and a half.
-_ALIVE = "-oServerAliveInterval=30"
+# To a host that has gone away no connection is waited for, and one that is open soon ends.
+_IMPATIENCE = ["-oConnectTimeout=30", "-oServerAliveInterval=30"]
 
 
 # What may stay from one sync to the next: the environment and prepared corpora.
@@ -120,11 +120,12 @@ class Pod:
 
     def copy_command(self, archive: str) -> list[str]:
         there = f"{self.name}:{_ARCHIVE}"
-        return self._hosts("scp", "all", archive, there, f"--scp-flag={_ALIVE}")
+        flags = [f"--scp-flag={flag}" for flag in _IMPATIENCE]
+        return self._hosts("scp", "all", archive, there, *flags)
 
     def ssh_command(self, worker: str, command: str) -> list[str]:
-        flags = [f"--ssh-flag={_ALIVE}", f"--command={command}"]
-        return [*self._hosts("ssh", worker, self.name), *flags]
+        flags = [f"--ssh-flag={flag}" for flag in _IMPATIENCE]
+        return [*self._hosts("ssh", worker, self.name, *flags), f"--command={command}"]
 
     def unpack_command(self) -> list[str]:
         return self.ssh_command("all", _UNPACK)

@@ -281,9 +281,7 @@ def _add_git_state(archive: tarfile.TarFile) -> None:
 def _listed(command: list[str]) -> list[str]:
     done = gcloud.run(command)
     if done.status:
-        raise LaunchError(
-            f"{ROOT} is no git checkout, so what to send is not known: {done.reason}", 2
-        )
+        raise LaunchError(f"{ROOT} is not a git checkout that says what to send: {done.reason}", 2)
     return list(filter(None, done.out.split("\0")))
 
 
@@ -317,7 +315,7 @@ class Launch:
             try:
                 word = self._run_once()
             except LostError:
-                self.line = 1
+                failures = 0
                 say(f"{self.pod.name} was taken back")
                 continue
             if word == "done":
@@ -329,7 +327,11 @@ class Launch:
         say(f"the run is done: {self.job.run_dir}; the slice is still held, {self._give_back}")
 
     def _run_once(self) -> str:
-        """How the run ended, on a slice that it has waited for: see tpu_host.sh."""
+        """How the run ended, on a slice that it has waited for: see tpu_host.sh.
+
+        Raises:
+            LostError: it ended, or could not begin, because the slice is no longer there.
+        """
         self.pod.acquire()
         word = self._attach()
         while word == "running":
@@ -337,16 +339,18 @@ class Launch:
             word = self.pod.report().word
             if word == "running":  # the connection broke
                 gcloud.wait(1)
+        if word in _ENDS and self.pod.state().name != "ACTIVE":
+            raise LostError
         return word
 
     def _attach(self) -> str:
         """Sees to it that the run is going on on every host, unless it is done."""
         report = self.pod.report()
         if self._is_mine(report) and self._everywhere(report.word):
-            self.line = max(self.line, report.lines - 19)
+            self.line = max(1, report.lines - 19)
             say(f"the run is {'going on' if report.word == 'running' else 'done'} already")
             return report.word
-        self.line = max(self.line, report.lines + 1)
+        self.line = report.lines + 1
         say("sending the code and installing it on every host (minutes, the first time)")
         self.pod.reach(self.pod.copy_command(str(self.job.archive)), "sending the code")
         self.pod.reach(self.pod.unpack_command(), "installing")
@@ -385,7 +389,10 @@ class Launch:
     def _give_back(self) -> str:
         pod = self.pod
         place = ["--name", pod.name, "--zone", pod.zone, "--project", pod.project]
-        words = ["launch/tpu.sh", "--config", self.job.config.stem, *place, "--delete"]
+        config = self.job.config
+        known = config.parent == ROOT / "configs"
+        named = ["--config", config.stem if known else str(config)]
+        words = ["launch/tpu.sh", *named, *place, "--delete"]
         return f"`{shlex.join(words)}` gives it back"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ NAME = "latte-tiny"
 
 
 def until(happened: Callable[[], object]) -> None:
-    end = time.monotonic() + 100
+    end = time.monotonic() + 200
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -200,6 +201,23 @@ def test_what_is_sent(launcher, tmp_path):
     assert not [name for name in names if name.startswith((".git/", ".venv"))]
 
 
+def test_a_run_that_saves_before_its_slice_is_taken_back(launcher):
+    launcher.cloud.set(latte=WAITING)
+    process = launcher.start(*launcher.options())
+    read_until(process, "arguments train")
+    [host] = launcher.cloud.hosts(NAME)
+    os.killpg(int((host / "latte-run" / "pid").read_text()), signal.SIGTERM)
+    until((host / "latte-run" / "result").exists)
+    launcher.cloud.preempt(NAME)
+    said = read_until(process, "arguments train")
+    assert "asked to stop: saved step 7" in said
+    assert f"{NAME} (v5litepod-4 in my-zone-a) is SUSPENDED: preempted" in said
+    end(launcher.cloud.hosts(NAME)[0], "echo finished")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith("finished\nthe run is done")
+
+
 # --- trouble -------------------------------------------------------------------------------------
 
 
@@ -341,6 +359,26 @@ def test_a_run_that_is_asked_to_stop_is_started_again(launcher):
     end(host, "echo finished")
     assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == 0
+
+
+def test_a_host_without_a_new_enough_python(launcher, tmp_path):
+    """As the TPU images are; what is asked of their package manager is only written down."""
+    host, tools = tmp_path / "latte", tmp_path / "tools"
+    shutil.copytree(launcher.checkout, host, symlinks=True)
+    tools.mkdir()
+    for name in ("bash", "cmp", "dirname"):
+        (tools / name).symlink_to(Path("/usr/bin") / name)
+    (tools / "sudo").write_text('#!/usr/bin/env bash\necho "$@"\n')
+    (tools / "sudo").chmod(0o755)
+    done = subprocess.run(
+        ["bash", host / "launch" / "tpu_host.sh", "install"],
+        env={"PATH": str(tools), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("add-apt-repository --yes ppa:deadsnakes/ppa\n")
+    assert done.stdout.endswith(" install python3.12 python3.12-venv\n")
 
 
 # --- what is asked for ---------------------------------------------------------------------------
