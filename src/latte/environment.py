@@ -63,7 +63,10 @@ def _versions() -> dict[str, str]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit of the checkout around `folder`, and whether files differ; None outside one."""
+    """Commit of the checkout around `folder`, and whether files differ; None outside one.
+
+    What a launcher sent to another machine is no checkout, but brings that of the one it was.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
@@ -73,4 +76,5 @@ def _git(folder: Path) -> dict[str, Any] | None:
         git("ls-files", "--error-unmatch", "environment.py")  # another repository may be around us
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.CalledProcessError):
-        return None
+        sent = folder.parents[1] / "launched" / "git.json"
+        return json.loads(sent.read_text(encoding="utf-8")) if sent.exists() else None
