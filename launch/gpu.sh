@@ -24,7 +24,7 @@ slurm_command() {
   local gpus=${SLURM_GPUS_ON_NODE:-} nodes=${SLURM_JOB_NUM_NODES:-1}
   [ -n "$gpus" ] || refuse "the Slurm job $SLURM_JOB_ID has no GPUs; ask for them, as in --gpus-per-node=8"
   command=(srun --kill-on-bad-exit=1 --nodes="$nodes" --ntasks="$((nodes * gpus))"
-    --ntasks-per-node="$gpus" --gpu-bind=none "${command[@]}")
+    --ntasks-per-node="$gpus" --gpu-bind=none --export=ALL,LATTE_PROCESSES=auto "${command[@]}")
 }
 
 dry_run=

@@ -47,6 +47,8 @@ supervise() {
   before=$(wc -l <"$state/log")
   trap : TERM # the run is asked to end, and this waits for it
   cd "$root"
+  # JAX knows from the slice which hosts there are; tests, which have none, set it empty.
+  export LATTE_PROCESSES=${LATTE_PROCESSES-auto}
   "$venv/bin/latte" "$@" || status=$?
   meaning "$status" "$before" >"$state/result.partial"
   mv "$state/result.partial" "$state/result"
@@ -54,7 +56,7 @@ supervise() {
 
 # meaning STATUS BEFORE: how `latte train` ended. The last words in the log, after the BEFORE lines
 # of earlier starts, tell a run that is over from one that was asked to stop, and a failure that
-# would come again from a crash.
+# would come again from a crash, such as another host's.
 meaning() {
   local last
   last=$(tail --lines="+$(($2 + 1))" "$state/log" |
@@ -62,6 +64,7 @@ meaning() {
   case "$1:$last" in
     0:asked*) echo stopped ;;
     0:*) echo done ;;
+    1:latte*" stops, and the same command goes on from the last checkpoint") echo crashed ;;
     1:latte*) echo failed ;;
     2:latte*) echo refused ;;
     *) echo crashed ;;

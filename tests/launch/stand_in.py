@@ -222,7 +222,7 @@ class Cloud:
         return subprocess.Popen(
             ["bash", "-c", command],
             cwd=host,
-            env=environment | {"HOME": str(host), _HOST: str(host)},
+            env=environment | {"HOME": str(host), _HOST: str(host), "LATTE_PROCESSES": ""},
             stdin=subprocess.DEVNULL,
         )
 

@@ -54,7 +54,8 @@ def test_a_process_for_each_gpu_of_a_slurm_allocation(checkout):
     done = gpu(checkout, "--config", "latte_tiny", **slurm)
     assert (done.returncode, done.stderr) == (0, "")
     first, *rest = done.stdout.splitlines()
-    for flag in ("--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=1"):
+    flags = "--nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=1"
+    for flag in (*flags.split(), "--export=ALL,LATTE_PROCESSES=auto"):
         assert flag in first.split()
     assert rest == [f"process {i}: latte train --config latte_tiny" for i in range(8)]
     dry = gpu(checkout, "--config", "latte_tiny", "--dry-run", **slurm)

@@ -323,9 +323,16 @@ def test_a_run_that_would_fail_again_is_not_started_again(launcher, latte, statu
     assert (host / "starts").read_text() == "\n"
 
 
-def test_a_run_that_crashes_is_started_again(launcher):
-    latte = 'if [ -e "$HOME/once" ]; then echo finished; else touch "$HOME/once"; exit 1; fi'
-    launcher.cloud.set(latte=latte)
+LOST = (
+    "latte: process 1 on b is gone; process 0 on a stops, and the same command goes on from the "
+    "last checkpoint"
+)
+
+
+@pytest.mark.parametrize("words", ["Traceback (most …)", LOST], ids=["crash", "lost host"])
+def test_a_run_that_crashes_is_started_again(launcher, words):
+    crash = f'touch "$HOME/once"; echo "{words}" >&2; exit 1'
+    launcher.cloud.set(latte=f'if [ -e "$HOME/once" ]; then echo finished; else {crash}; fi')
     done = launcher.run(*launcher.options())
     assert (done.returncode, done.stderr) == (0, "")
     assert "the run crashed; starting it again in" in done.stdout
