@@ -1,0 +1,26 @@
+"""Latte-R-SWA++ of the 3B class, for a slice of 256 v5e chips.
+
+latte train --config latte_3b --data.path TEXT
+
+30 layers, width 2,560, H 20, N 64, window 128, vocabulary 32,768, tied: 2681.1M parameters.
+"""
+
+from latte.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+
+config = Config(
+    name="latte_3b",
+    model=ModelConfig(
+        vocab_size=32_768,
+        width=2560,
+        layers=30,
+        pattern=("latte_r_swa",),
+        heads=20,
+        latents=64,
+        window=128,
+        ff=6912,
+    ),
+    data=DataConfig(tokenizer_vocab=32_768),
+    optim=OptimConfig(lr=2e-4, warmup=2000, schedule="cosine"),
+    train=TrainConfig(steps=50_000, batch_size=512, sequence_length=4096),
+    mesh=MeshConfig(data=16, fsdp=16),
+)
