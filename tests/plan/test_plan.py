@@ -130,7 +130,7 @@ def test_what_layers_save_has_a_name(remat):
     config = small(MeshConfig(fsdp=4), remat=remat)
     mesh = make_mesh(config.mesh, jax.devices()[:4])
     traced = trace_step(config, *arguments_of(config, mesh), mesh)
-    saved = saved_bytes(traced.jaxpr.jaxpr, 3, 4, 1)
+    saved = saved_bytes(traced.jaxpr, 3, 4, 1)
     of_a_channel = 3 * 2 * 512 * 2  # layers, rows, tokens, bytes
     assert saved[INPUT] == of_a_channel * 256
     assert set(saved) == ({INPUT} if remat == "full" else {INPUT, "product"})

@@ -47,7 +47,7 @@ class Facts:
     room: int
     flops_per_token: float
     axes: dict[str, int]
-    places: list[tuple[list[int], int]]
+    places: list[list]
     compile_seconds: float
 
 
@@ -203,7 +203,7 @@ def find_facts(config: Config, topology: Topology, folder: Path) -> Facts:
     axes = {str(name): int(size) for name, size in mesh.shape.items()}
     rows = mesh.size // axes["tensor"]
     saved = saved_bytes(
-        traced.jaxpr.jaxpr,
+        traced.jaxpr,
         config.model.layers // len(config.model.pattern),
         rows,
         axes["tensor"],
@@ -213,7 +213,7 @@ def find_facts(config: Config, topology: Topology, folder: Path) -> Facts:
     try:
         compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        needed, room = _exceeded(str(error))
+        needed, room = _exceeded(str(error), _bytes_here((state, batch)))
     else:
         memory = memory_of(compiled)
         needed = total_of(memory)
@@ -230,24 +230,33 @@ def find_facts(config: Config, topology: Topology, folder: Path) -> Facts:
         room=room,
         flops_per_token=training_flops_per_token(config.model, config.train.sequence_length),
         axes=axes,
-        places=[(list(d.coords), getattr(d, "slice_index", 0) or 0) for d in mesh.devices.flat],
+        places=[[list(d.coords), getattr(d, "slice_index", 0) or 0] for d in mesh.devices.flat],
         compile_seconds=time.perf_counter() - start,
     )
 
 
-def _exceeded(message: str) -> tuple[int, int]:
+_REFUSALS = (
+    r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
+    r"HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
+)
+"""As the compiler says what a program needs and has; the second leaves the arguments out."""
+
+
+def _exceeded(message: str, arguments: int) -> tuple[int, int]:
     """What a program needs and what there is, from the compiler's refusal.
 
     Raises:
         RunFailedError: it refused for another reason.
     """
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
-    if found is None:
-        raise RunFailedError(f"the step did not compile: {message[:2000]}")
-    return (
-        round(float(found[1]) * _UNITS[found[2]]),
-        round(float(found[3]) * _UNITS[found[4]]),
-    )
+    for kind, pattern in enumerate(_REFUSALS):
+        found = re.search(pattern, message)
+        if found:
+            needed, room = (
+                round(float(size) * _UNITS[unit])
+                for size, unit in (found.group(1, 2), found.group(3, 4))
+            )
+            return needed + kind * arguments, room
+    raise RunFailedError(f"the step did not compile: {message[:2000]}")
 
 
 def main() -> int:

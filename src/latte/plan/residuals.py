@@ -21,7 +21,7 @@ def saved_bytes(jaxpr: Any, repeats: int, rows: int, parts: int) -> dict[str, in
         parts: devices that share the channels of all but a block's input.
     """
     found: dict[str, int] = {}
-    for scan in _scans(jaxpr):
+    for scan in _scans(_open(jaxpr)):
         if scan.params["length"] != repeats or scan.params["reverse"]:
             continue
         for name, shape, size in _kept(scan):
@@ -45,14 +45,18 @@ def _scans(jaxpr: Any) -> Iterator[Any]:
 def _inner(equation: Any) -> Iterator[Any]:
     for value in equation.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
-            one = getattr(one, "jaxpr", one)
-            if hasattr(one, "eqns"):
-                yield one
+            if hasattr(_open(one), "eqns"):
+                yield _open(one)
+
+
+def _open(jaxpr: Any) -> Any:
+    """A jaxpr, without the constants that it may be closed over."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _kept(scan: Any) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """Name, shape and item size of each stacked output."""
-    body, carried = scan.params["jaxpr"].jaxpr, scan.params["num_carry"]
+    body, carried = _open(scan.params["jaxpr"]), scan.params["num_carry"]
     inputs = body.invars[scan.params["num_consts"] :][:carried]
     made = {id(out): equation for equation in body.eqns for out in equation.outvars}
     for inside, outside in zip(body.outvars[carried:], scan.outvars[carried:], strict=True):
