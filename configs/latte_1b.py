@@ -18,6 +18,7 @@ config = Config(
         latents=64,
         window=128,
         ff=5632,
+        remat="dots",
     ),
     data=DataConfig(tokenizer_vocab=32_768),
     optim=OptimConfig(lr=3e-4, warmup=2000, schedule="cosine"),

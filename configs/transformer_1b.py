@@ -16,6 +16,7 @@ config = Config(
         pattern=("attention",),
         heads=16,
         ff=6400,
+        remat="dots",
     ),
     data=DataConfig(tokenizer_vocab=32_768),
     optim=OptimConfig(lr=3e-4, warmup=2000, schedule="cosine"),

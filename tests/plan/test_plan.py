@@ -52,13 +52,15 @@ def test_the_memory_is_the_compilers(found):
 
 
 @needs_compiler
-def test_a_scanned_model_has_the_products_of_the_unrolled_one(found):
-    apart = plan(unrolled(small()), parse_topology(SLICE))
-    assert found.prediction is not None
+def test_a_scanned_model_has_the_products_of_the_unrolled_one():
+    """Without recomputation, which stops at a block's last product in one, at the stack's in the
+    other."""
+    config = small(remat="none")
+    scanned, apart = (plan(one, parse_topology(SLICE)) for one in (config, unrolled(config)))
+    assert scanned.prediction is not None
     assert apart.prediction is not None
-    assert found.prediction.flops == apart.prediction.flops
-    assert found.flops == apart.flops
-    assert set(found.prediction.kernels) == set(apart.prediction.kernels)
+    assert scanned.prediction.flops == apart.prediction.flops
+    assert scanned.flops == apart.flops
 
 
 @needs_compiler
