@@ -17,11 +17,17 @@ from pathlib import Path
 from latte.config import CONFIGS
 
 GIB = 2**30
+MORE = {
+    "latte_1b, a million tokens": "plan --config latte_1b --topology v5e:16x16 "
+    "--train.sequence_length 1048576 --train.batch_size 1 --mesh.data 1 --mesh.fsdp 1 "
+    "--mesh.context 256",
+}
+"""Plans that no docstring names."""
 
 
 def commands() -> dict[str, list[str]]:
-    """The arguments of `latte` after which each config's docstring says what was planned."""
-    found = {}
+    """The arguments of `latte` with which each config's docstring says that it was planned."""
+    found = {name: line.split() for name, line in MORE.items()}
     for path in sorted(CONFIGS.glob("*.py")):
         doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         line = re.search(r"^latte (plan .*)$", doc, re.M)
