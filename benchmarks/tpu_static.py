@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from latte.plan.build import NO_TPU
 from latte.plan.chips import CHIPS
 from latte.plan.program import Program
 from latte.plan.schedule import Issue, Schedules, dump_flags
@@ -164,13 +165,7 @@ def measure(case: str, name: str) -> Cost:
     chip = CHIPS[name]
     bandwidth = chip.bandwidth / chip.cores
     with tempfile.TemporaryDirectory() as dump:
-        settings = {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_ACCELERATOR_TYPE": "v5p-16",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "LIBTPU_INIT_ARGS": dump_flags(Path(dump)),
-        }
+        settings = NO_TPU | {"LIBTPU_INIT_ARGS": dump_flags(Path(dump))}
         command = [sys.executable, __file__, "--compile", case, "--chips", name]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
         if done.returncode:

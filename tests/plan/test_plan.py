@@ -15,6 +15,7 @@ from latte.errors import UserError
 from latte.mesh import make_mesh
 from latte.plan import plan
 from latte.plan.build import (
+    NO_TPU,
     arguments_of,
     compile_apart,
     devices_of,
@@ -33,8 +34,10 @@ def found():
 
 
 @needs_compiler
-def test_the_memory_is_the_compilers(found):
+def test_the_memory_is_the_compilers(found, monkeypatch):
     """Against the same step, compiled in this process."""
+    for name, value in NO_TPU.items():
+        monkeypatch.setenv(name, value)
     config = small()
     mesh = make_mesh(config.mesh, devices_of(parse_topology(SLICE)))
     compiled = trace_step(config, *arguments_of(config, mesh), mesh).lower().compile()

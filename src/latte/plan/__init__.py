@@ -5,7 +5,7 @@ The real training step, kernels included, is compiled for the slice (`build`), a
 """
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -83,6 +83,8 @@ def plan(config: Config, topology: Topology) -> Plan:
         UserError: the mesh does not fill the slice, or there is no compiler.
     """
     check_fills(config, topology)
+    inner = config.mesh.fsdp * config.mesh.context * config.mesh.tensor
+    config = replace(config, mesh=replace(config.mesh, data=topology.devices // inner))
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         facts = compile_apart(config, topology, folder)

@@ -26,6 +26,16 @@ from latte.plan.schedule import dump_flags
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
 
 
+NO_TPU = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""Of the environment, so that libtpu compiles where there is no TPU, beside others that do."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a compiled step is; bytes are of one device.
@@ -62,13 +72,8 @@ def compile_apart(config: Config, topology: Topology, folder: Path) -> Facts:
         raise UserError(
             'the compiler of TPU programs is missing (it needs no TPU): pip install "jax[tpu]"'
         )
-    settings = {
-        "JAX_PLATFORMS": "cpu",
+    settings = NO_TPU | {
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # a cached program would leave no schedule
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5p-16",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "LIBTPU_INIT_ARGS": dump_flags(folder),
     }
     request = {
