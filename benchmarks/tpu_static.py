@@ -7,7 +7,7 @@ bundles, each weighted by the trips of the loops around it, over the clock: wait
 in it, and both sides of a branch are, so it is an upper bound of the time to issue. Its floor is
 every operand and result once at the bandwidth of the memory. "Moves" are the copies, transposes,
 pads and fusions of more than 1 MB that XLA puts around the kernels, at that bandwidth. All is for
-one core; v4, v5p and TPU7x have two a chip.
+one core; v4, v5p and TPU7x have two a chip. Clocks and bandwidths are those of `latte plan`.
 
 Arrays are as projections leave them: [B, T, H·N] logits and [B, T, H·D] values, B4 T8192 H16 D128
 (RG-LRU: W2048), bfloat16.
@@ -16,36 +16,27 @@ Arrays are as projections leave them: [B, T, H·N] logits and [B, T, H·D] value
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from latte.plan.build import NO_TPU
+from latte.plan.chips import CHIPS
+from latte.plan.program import Program
+from latte.plan.schedule import Issue, Schedules, dump_flags
 
-@dataclass(frozen=True)
-class Chip:
-    """One core. Clocks and bandwidths are the vendor's published figures, halved where a chip has
-    two cores."""
-
-    topology: str
-    clock: float
-    bandwidth: float
-
-
-CHIPS = {
-    "v4": Chip("v4:2x2x1", 1.05e9, 1.228e12 / 2),
-    "v5e": Chip("v5e:2x2", 0.94e9, 0.819e12),
-    "v5p": Chip("v5p:2x2x1", 1.75e9, 2.765e12 / 2),
-    "v6e": Chip("v6e:2x2", 1.75e9, 1.64e12),
-    "tpu7x": Chip("tpu7x:2x2x1", 1.9e9, 7.38e12 / 2),
+TOPOLOGIES = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
 }
 BATCH, LENGTH, HEADS, SIZE, WINDOW, WIDTH = 4, 8192, 16, 128, 128, 2048
 LEAST_MOVE = 2**20
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
-"""Other types take four bytes."""
 
 
 # --- what is compiled ----------------------------------------------------------------------------
@@ -106,100 +97,27 @@ def step_of(function: Callable) -> Callable:
     return step
 
 
-# --- the schedule --------------------------------------------------------------------------------
-
-_BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+([A-Z]{2})?\s*:\s*(>*)\s*\{(\})?(.*)", re.M)
-_BOUND = re.compile(r"totalorder %s\S+, (\d+) /\* loop exit test")
-
-
-@dataclass
-class _Loop:
-    depth: int
-    cycles: int = 0
-    bound: int | None = None
-
-
-@dataclass(frozen=True)
-class Issue:
-    """Bundles in the text, the same weighted by loop trips, and loops whose bound is no constant
-    (which count once)."""
-
-    bundles: int
-    cycles: int
-    unbounded: int
-
-
-def count_bundles(listing: str) -> Issue:
-    """Counts a listing of scheduled bundles (final_bundles.txt).
-
-    A line is `address TAG : >> { … }`, with a > for each loop around it and LB where one begins.
-    """
-    bundles, unbounded = 0, 0
-    stack = [_Loop(-1)]
-
-    def close() -> int:
-        loop = stack.pop()
-        stack[-1].cycles += loop.cycles * (loop.bound or 1)
-        return loop.bound is None
-
-    for begins, depth, rest in _bundles(listing):
-        while len(stack) > 1 and (stack[-1].depth > depth or (begins and stack[-1].depth == depth)):
-            unbounded += close()
-        if begins:
-            stack.append(_Loop(depth))
-        bundles += 1
-        stack[-1].cycles += 1
-        bound = _BOUND.search(rest)
-        if bound:
-            stack[-1].bound = int(bound[1])
-    while len(stack) > 1:
-        unbounded += close()
-    return Issue(bundles, stack[0].cycles, unbounded)
-
-
-def _bundles(listing: str) -> Iterator[tuple[bool, int, str]]:
-    """Whether a loop begins at a bundle, the loops around it, and its text; in order."""
-    depth = 0
-    lines = list(_BUNDLE.finditer(listing))
-    for line, after in zip(lines, [*lines[1:], None], strict=True):
-        empty = line[3] is not None and not line[2]
-        depth = depth if empty else len(line[2])  # an empty bundle is printed without its depth
-        yield line[1] == "LB", depth, listing[line.start(4) : after.start() if after else None]
-
-
 # --- the program around the kernels --------------------------------------------------------------
 
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(.*)$", re.M)
 _STILL = ("parameter", "bitcast", "tuple", "get-tuple-element", "constant", "copy-done")
-
-
-def array_bytes(type_text: str) -> int:
-    """Bytes of an HLO type, a tuple's parts together."""
-    total = 0
-    for kind, dimensions in re.findall(r"\b([a-z]+\d+|pred)\[([\d,]*)\]", type_text):
-        size = ITEM_BYTES.get(kind, 4)
-        for d in filter(None, dimensions.split(",")):
-            size *= int(d)
-        total += size
-    return total
 
 
 def read_program(hlo: str) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of each kernel's operands and results, and of every large move around them."""
-    entry = hlo[hlo.index("\nENTRY ") :]
-    sizes = {m[1]: array_bytes(m[2]) for m in _INSTRUCTION.finditer(entry)}
+    program = Program(hlo)
+    entry = program.computations[program.entry].instructions
     kernels, moves = {}, {}
-    for m in _INSTRUCTION.finditer(entry):
-        operands = [name.strip().lstrip("%") for name in m[4].split(",")]
-        total = sizes[m[1]] + sum(sizes.get(name, 0) for name in operands)
-        if "tpu_custom_call" in m[5]:
-            kernels[m[1]] = total
-        elif m[3] not in _STILL and total > LEAST_MOVE:
-            moves[f"{m[3]} {m[1]}"] = total
+    for instruction in entry.values():
+        total = instruction.bytes
+        total += sum(entry[name].bytes for name in instruction.operands if name in entry)
+        if instruction.is_kernel:
+            kernels[instruction.name] = total
+        elif instruction.opcode not in _STILL and total > LEAST_MOVE:
+            moves[f"{instruction.opcode} {instruction.name}"] = total
     return kernels, moves
 
 
-def compile_case(name: str, chip: Chip) -> None:
+def compile_case(name: str, topology: str) -> None:
     """Compiles one case, in a process of its own because libtpu reads its flags once; prints JSON
     of what the program is. The schedule is dumped beside it."""
     import jax
@@ -208,7 +126,7 @@ def compile_case(name: str, chip: Chip) -> None:
 
     from latte.ops.dispatch import tracing_for
 
-    device = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     one = SingleDeviceSharding(device)
     with tracing_for("tpu"):
         function, shapes = cases()[name]
@@ -249,35 +167,25 @@ class Cost:
 def measure(case: str, name: str) -> Cost:
     """Compiles a case for a chip and counts."""
     chip = CHIPS[name]
+    bandwidth = chip.bandwidth / chip.cores
     with tempfile.TemporaryDirectory() as dump:
-        settings = {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_ACCELERATOR_TYPE": "v5p-16",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
-        }
+        settings = NO_TPU | {"LIBTPU_INIT_ARGS": dump_flags(Path(dump))}
         command = [sys.executable, __file__, "--compile", case, "--chips", name]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
         if done.returncode:
             raise SystemExit(f"{case} did not compile for {name}:\n{done.stderr[-2000:]}")
         program = json.loads(done.stdout.splitlines()[-1])
-        kernels = [
-            Kernel(kernel, 1e3 * issue.cycles / chip.clock, 1e3 * size / chip.bandwidth, issue)
-            for kernel, size in program["kernels"].items()
-            for issue in [count_bundles(_listing(Path(dump), kernel))]
-        ]
-    moves_ms = 1e3 * sum(program["moves"].values()) / chip.bandwidth
+        schedule = Schedules(Path(dump))
+        kernels = []
+        for kernel, size in program["kernels"].items():
+            issue = schedule(kernel)
+            if issue is None:
+                raise SystemExit(f"no schedule of {kernel} was dumped")
+            times = 1e3 * issue.cycles / chip.clock, 1e3 * size / bandwidth
+            kernels.append(Kernel(kernel, *times, issue))
+    moves_ms = 1e3 * sum(program["moves"].values()) / bandwidth
     total = moves_ms + sum(max(k.issue_ms, k.floor_ms) for k in kernels)
     return Cost(case, name, total, moves_ms, program["temp"], kernels, program["moves"])
-
-
-def _listing(dump: Path, kernel: str) -> str:
-    """The schedule that was dumped for a kernel."""
-    for path in sorted(dump.glob("*-final_bundles.txt")):
-        if re.fullmatch(rf"\d+-{re.escape(kernel)}-\d+-final_bundles.txt", path.name):
-            return path.read_text()
-    raise SystemExit(f"no schedule of {kernel} was dumped")
 
 
 def show(cost: Cost) -> None:
@@ -300,13 +208,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=["v5e", "v5p", "v6e"])
+    parser.add_argument("--chips", nargs="+", choices=TOPOLOGIES, default=["v5e", "v5p", "v6e"])
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--json", action="store_true", help="print JSON, with versions")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.compile:
-        compile_case(options.compile, CHIPS[options.chips[0]])
+        compile_case(options.compile, TOPOLOGIES[options.chips[0]])
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     costs = []

@@ -12,7 +12,7 @@ from latte.config import load, settings, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMMANDS = ["train", "eval", "generate", "data", "data prepare"]
+COMMANDS = ["train", "eval", "generate", "plan", "data", "data prepare"]
 
 NO_JAX = (
     "import sys, latte.cli\n"
@@ -62,7 +62,7 @@ def test_train_help_shows_every_setting_with_its_value_and_meaning():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("", "no command; there are train, eval, generate, data"),
+        ("", "no command; there are train, eval, generate, plan, data"),
         ("trian", "unknown command 'trian'; did you mean train?"),
         ("data prepar", "did you mean prepare?"),
         ("train", "--config is missing"),
@@ -75,6 +75,12 @@ def test_train_help_shows_every_setting_with_its_value_and_meaning():
         ("train --config latte_tiny --model.width 100 --model.heads 7", "model.heads (7) does not"),
         ("train --config latte_tiny --run-dir pyproject.toml", "pyproject.toml is a file"),
         ("data prepare --config latte_tiny --data.heldout 2", "data.heldout is 2.0"),
+        ("plan --config latte_tiny", "--topology is missing"),
+        ("plan --config latte_tiny --topology v9:2x2", "there is no TPU 'v9'"),
+        (
+            "plan --config latte_tiny --topology v5e:2x2 --mesh.fsdp 3",
+            "does not fill the 4 devices",
+        ),
         ("eval", "--run is missing"),
         ("eval --run nowhere", "nowhere is no run directory"),
         ("eval --run nowhere --jsn", "did you mean --json?"),

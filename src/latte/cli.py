@@ -136,6 +136,36 @@ def _prepare(parser: _Parser, argv: list[str]) -> int:
     return 0
 
 
+def _plan(parser: _Parser, argv: list[str]) -> int:
+    parser.add_argument("--topology", metavar="SLICE", help="the slice, such as v5e:16x16")
+    parser.add_argument("--slices", type=int, default=1, help="how many of them (%(default)s)")
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="try microbatches, rematerialisation and meshes, and plan the best that fits",
+    )
+    _add_json(parser)
+    options, config = _configured(parser, argv)
+    if config is None:
+        return 0
+    from latte.plan.chips import parse_topology
+
+    if options.topology is None:
+        raise UserError("--topology is missing; name a slice, such as --topology v5e:16x16")
+    topology = parse_topology(options.topology, options.slices)
+    from latte.plan import check_fills, plan
+    from latte.plan.report import describe, misfit, outline, to_dict
+    from latte.plan.search import search
+
+    if options.search:
+        found = search(config, topology, lambda tried: print(outline(tried), file=sys.stderr))
+    else:
+        check_fills(config, topology)
+        found = plan(config, topology)
+    print(json.dumps(to_dict(found)) if options.json else describe(found))
+    return 0 if found.memory.fits else _say(misfit(found), 1)
+
+
 def _configured(parser: _Parser, argv: list[str]) -> tuple[argparse.Namespace, Config | None]:
     """The options of a command that takes a config, and the config; None once help is shown."""
     parser.add_argument(
@@ -281,5 +311,6 @@ _COMMANDS = {
     "train": (_train, "train a model, or go on with a run that was stopped"),
     "eval": (_eval, "the held-out loss of a run's newest checkpoint"),
     "generate": (_generate, "text from a run's newest checkpoint"),
+    "plan": (_plan, "what a run would take on a slice of TPUs, with none at hand"),
     "data": (_data, "prepare corpora"),
 }

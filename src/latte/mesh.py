@@ -4,7 +4,8 @@ data      rows of a batch; each of its places holds a whole copy of the paramete
           come in slices that only a data-centre network joins, the copies are spread over those.
 fsdp      rows of a batch too; parameters and optimizer state are spread over it, and gathered
           where they are used
-context   tokens of a row: ops exchange the states at the boundaries (`latte.ops.context`)
+context   tokens of a row: ops exchange the states at the boundaries (`latte.ops.context`);
+          parameters and optimizer state are spread over it as over fsdp
 tensor    heads, with their latents and channels, and hidden units of MLPs
 
 A program is laid out for the mesh that `jax.set_mesh` has put in force. XLA spreads what is between
@@ -37,8 +38,10 @@ HEADS = PartitionSpec(_ROWS, CONTEXT, TENSOR)
 _LOSSES = PartitionSpec(_ROWS, (CONTEXT, TENSOR))
 """Of tokens whose losses are taken: no two devices take the same."""
 
-_COLUMNS, _ROWS_OF = PartitionSpec(FSDP, TENSOR), PartitionSpec(TENSOR, FSDP)
-_TABLE, _CHANNELS = PartitionSpec(None, (FSDP, TENSOR)), PartitionSpec(TENSOR)
+_SHARES = (FSDP, CONTEXT)
+"""Of parameters: without context a model would be whole on each of the devices of a long row."""
+_COLUMNS, _ROWS_OF = PartitionSpec(_SHARES, TENSOR), PartitionSpec(TENSOR, _SHARES)
+_TABLE, _CHANNELS = PartitionSpec(None, (*_SHARES, TENSOR)), PartitionSpec(TENSOR)
 _PARAMETERS = {
     "project_q.weight": _COLUMNS,
     "project_k.weight": _COLUMNS,
@@ -48,8 +51,8 @@ _PARAMETERS = {
     "project_in.weight": _COLUMNS,
     "project_gate.weight": _COLUMNS,
     "project_out.weight": _ROWS_OF,
-    "gate_decay.weight": PartitionSpec(TENSOR, FSDP, None),
-    "gate_input.weight": PartitionSpec(TENSOR, FSDP, None),
+    "gate_decay.weight": PartitionSpec(TENSOR, _SHARES, None),
+    "gate_input.weight": PartitionSpec(TENSOR, _SHARES, None),
     "gate_decay.bias": _CHANNELS,
     "gate_input.bias": _CHANNELS,
     "forward.lam": _CHANNELS,
@@ -57,7 +60,7 @@ _PARAMETERS = {
     "source.taps": PartitionSpec(None, TENSOR),
     "embedding.weight": _TABLE,
     "backbone.position_table": _TABLE,
-    "head.weight": PartitionSpec((FSDP, TENSOR), None),
+    "head.weight": PartitionSpec((*_SHARES, TENSOR), None),
 }
 """By the names of a parameter and of what holds it, for its last axes: blocks are stacked along
 one more in front. Others (norms) are whole on every device."""
@@ -233,6 +236,17 @@ def sum_losses(losses: Callable[..., PyTree], table: Float[Array, "V D"], *token
 
     totals = _spread(part, (WHOLE, *[spec] * len(tokens)), PartitionSpec(AXES), table, *tokens)
     return jax.tree.map(lambda total: jnp.sum(total, axis=0), totals)
+
+
+def place_rows(batch: PyTree) -> PyTree:
+    """Shapes of a batch with the layout that `put_rows` gives it."""
+    mesh = jax.sharding.get_mesh()
+
+    def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, _fit(TOKENS, x.shape, mesh))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(one, batch)
 
 
 # --- from the host -----------------------------------------------------------------------------

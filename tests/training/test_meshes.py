@@ -100,7 +100,7 @@ def test_microbatches_are_shared_evenly():
     np.testing.assert_allclose(losses(config, 4), one, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "mixed"])
+@pytest.mark.parametrize("mesh", ["fsdp", "context", "mixed"])
 def test_parameters_and_moments_are_spread(mesh):
     config = config_of("hybrid", MESHES[mesh])
     with jax.set_mesh(make_mesh(config.mesh)):
@@ -111,7 +111,7 @@ def test_parameters_and_moments_are_spread(mesh):
         np.prod(spec.shard_shape(leaf.shape), dtype=int)
         for leaf, spec in zip(leaves, layout, strict=True)
     )
-    shares = config.mesh.fsdp * config.mesh.tensor
+    shares = config.mesh.fsdp * config.mesh.context * config.mesh.tensor
     # Norms are whole on every device.
     assert held < 1.1 * sum(leaf.size for leaf in leaves) / shares
 

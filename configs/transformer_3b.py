@@ -1,0 +1,24 @@
+"""Transformer++ of the size of latte_3b, to compare with.
+
+latte train --config transformer_3b --data.path TEXT
+
+30 layers, width 2,560, H 20, FF 7,808, vocabulary 32,768, tied: 2669.4M parameters.
+"""
+
+from latte.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+
+config = Config(
+    name="transformer_3b",
+    model=ModelConfig(
+        vocab_size=32_768,
+        width=2560,
+        layers=30,
+        pattern=("attention",),
+        heads=20,
+        ff=7808,
+    ),
+    data=DataConfig(tokenizer_vocab=32_768),
+    optim=OptimConfig(lr=2e-4, warmup=2000, schedule="cosine"),
+    train=TrainConfig(steps=50_000, batch_size=512, sequence_length=4096),
+    mesh=MeshConfig(data=16, fsdp=16),
+)
