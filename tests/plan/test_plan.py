@@ -55,6 +55,7 @@ def test_the_memory_is_the_compilers(found, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_scanned_model_has_the_products_of_the_unrolled_one():
     """Without recomputation, which stops at a block's last product in one, at the stack's in the
     other."""

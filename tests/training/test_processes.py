@@ -55,14 +55,9 @@ def same_losses(run_dir: Path, other: Path) -> None:
     np.testing.assert_allclose([x for _, x in ours], [x for _, x in theirs], rtol=0, atol=1e-5)
 
 
-def test_two_processes_give_the_losses_of_one(tiny, alone, pods, tmp_path):
-    pods(tiny, tmp_path / "run", 2, *ROWS, *MESHES["mixed"]).all_ok()
-    same_losses(tmp_path / "run", alone)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "mixed"])
-def test_two_processes_give_the_losses_of_one_on_any_mesh(tiny, alone, pods, tmp_path, mesh):
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_processes_give_the_losses_of_one(tiny, alone, pods, tmp_path, mesh):
     pods(tiny, tmp_path / "run", 2, *ROWS, *MESHES[mesh]).all_ok()
     same_losses(tmp_path / "run", alone)
 
@@ -70,7 +65,7 @@ def test_two_processes_give_the_losses_of_one_on_any_mesh(tiny, alone, pods, tmp
 def test_a_run_goes_on_with_fewer_processes_and_another_mesh(tiny, alone, pods, tmp_path):
     """SIGTERM to one of two: both save the same step and end well; one process goes on."""
     run_dir = tmp_path / "run"
-    pod = pods(tiny, run_dir, 2, *ROWS, "--mesh.fsdp", "4")
+    pod = pods(tiny, run_dir, 2, *ROWS, *MESHES["mixed"])
     pod.wait_for_step(7)
     pod.send(1, signal.SIGTERM)
     pod.all_ok()

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from latte.checkpoint import Keep
 from latte.cli import main
 from latte.config import apply_overrides, load
 from latte.data.loader import Loader
 from latte.data.prepare import prepare
+from latte.mesh import make_mesh
 from latte.metrics import Metrics, read_metrics
+from latte.monitor import Monitor
 from latte.run import checkpoints_of, resolve
 from latte.train import _LATE, _Loop, _Stop, initial_state, loss_and_gradients, train_step
 from tests.training.tiny import Tiny
@@ -101,7 +104,8 @@ def test_reports_are_read_late_in_order_and_all_of_them(tiny, tmp_path):
     config, store = small(tiny, "--train.steps", "12", "--train.checkpoint_every", "8")
     run_dir, read = tmp_path / "run", []
     run_dir.mkdir()
-    checkpoints = checkpoints_of(run_dir, 1)
+    keep = Keep(1)
+    checkpoints = checkpoints_of(run_dir, keep)
 
     def watched():
         for batch in batches(config, store):
@@ -109,9 +113,12 @@ def test_reports_are_read_late_in_order_and_all_of_them(tiny, tmp_path):
             read.append([json.loads(line)["step"] for line in lines])
             yield batch
 
-    with Metrics(run_dir, config) as metrics, _Stop() as stop:
+    one = jax.set_mesh(make_mesh(config.mesh, jax.devices()[:1]))
+    with one, Metrics(run_dir, config) as metrics, _Stop() as stop:
         state = jax.jit(partial(initial_state, config))()
-        _Loop(config, run_dir, store, checkpoints, metrics, state).run(watched(), stop)
+        monitor = Monitor(run_dir, config.train.patience)
+        loop = _Loop(config, run_dir, store, checkpoints, keep, metrics, monitor, state)
+        loop.run(watched(), stop)
     checkpoints.close()
     for begun, steps in enumerate(read):
         before_checkpoint = 8 if begun >= 8 else 0  # of which all are read
@@ -142,7 +149,7 @@ def test_microbatches_with_unlike_numbers_of_targets_give_the_gradients_of_the_w
     for accumulate in ("1", "2"):
         config, store = small(tiny, "--train.accumulate", accumulate)
         batch = next(batches(config, store))
-        shares = np.array([[0.1], [0.9], [0.0], [0.5]])
+        shares = np.array([[0.1], [0.9], [0.0], [0.5]] * 2)
         weights = np.random.default_rng(0).random(batch.weights.shape) < shares
         batch = batch._replace(weights=weights.astype(np.float32))
         model, step = initial_state(config).model, jnp.zeros((), jnp.int32)

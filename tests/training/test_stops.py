@@ -46,6 +46,7 @@ def test_killed_runs_go_on_bitwise(tiny, whole, tmp_path):
     no_rubbish(run_dir)
 
 
+@pytest.mark.slow
 def test_killed_with_dropout_and_microbatches(tiny, tmp_path):
     settings = ["--model.dropout", "0.1", "--train.accumulate", "2", "--train.sample_tokens", "0"]
     tiny.train(tmp_path / "never", *settings).ok()

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from latte.config import from_json, load
 from latte.data.tokenizer import ByteTokenizer
 from latte.run import resolve
@@ -49,6 +51,7 @@ def test_a_finished_run_says_so_and_changes_nothing(tiny, whole):
     assert before == ((whole / "metrics.jsonl").read_bytes(), (whole / "samples.txt").read_bytes())
 
 
+@pytest.mark.slow
 def test_two_devices_give_the_losses_of_one(tiny, whole, tmp_path):
     flags = "--xla_force_host_platform_device_count=2"
     tiny.train(tmp_path / "two", "--train.sample_tokens", "0", XLA_FLAGS=flags).ok()
