@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "latte"
 # that is not named here fails a test below: say where it belongs.
 FLOORS = [
     {"errors", "values", "config", "ops", "mesh", "speed", "memory"},
-    {"layers", "data", "environment", "progress"},
+    {"layers", "data", "environment", "progress", "mirror"},
     {"model", "optim", "metrics", "processes"},
     {"checkpoint", "cost", "plots", "monitor"},
     {"run", "replay"},
@@ -96,8 +96,8 @@ def imports_that_break(module: str, imported: set[str]) -> list[str]:
                 found.append(f"imports {name}: ops knows JAX and jaxtyping only")
         if home == "ops" and top not in {"jax", "jaxtyping", "latte"} | STANDARD:
             found.append(f"imports {name}: ops knows JAX and jaxtyping only")
-        if top in STORAGE and home not in ("data", "checkpoint"):
-            found.append(f"imports {name}: only data/ and checkpoint know storage")
+        if top in STORAGE and home not in ("data", "checkpoint", "mirror"):
+            found.append(f"imports {name}: only data/, checkpoint and mirror know storage")
     return found
 
 

@@ -11,7 +11,6 @@ import gc
 import io
 import logging
 import math
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -91,12 +90,12 @@ class Checkpoints:
     writing them. A checkpoint is a dict of pytrees, each of which can be restored alone.
     """
 
-    def __init__(self, folder: Path, keep: Keep | None = None):
-        self.folder, self._writes = folder, keep is not None
+    def __init__(self, folder: str | Path, keep: Keep | None = None):
+        self.folder, self._writes = _absolute(folder), keep is not None
         options = ocp.CheckpointManagerOptions(
             preservation_policy=keep, create=self._writes, cleanup_tmp_directories=self._writes
         )
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, step: int, items: dict[str, PyTree]) -> None:
         """Starts to write the state after `step` steps; returns when it is safe to go on."""
@@ -181,7 +180,7 @@ class Checkpoints:
         By the handlers themselves: the manager would wait for a process that could not read.
         """
         abstract = dict(zip(_names(target), map(_abstract, jax.tree.leaves(target)), strict=True))
-        folder = epath.Path(self.folder.resolve() / str(step))
+        folder = self.folder / str(step)
         arrays = ocp.StandardCheckpointHandler().restore(
             folder / item, args=ocp.args.StandardRestore(abstract)
         )
@@ -234,10 +233,17 @@ def _silence() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _move(folder: Path, place: Path) -> None:
-    shutil.rmtree(place, ignore_errors=True)
+def _absolute(folder: str | Path) -> epath.Path:
+    """A URL is absolute as it stands."""
+    path = epath.Path(folder)
+    return path if "://" in str(folder) else path.resolve()
+
+
+def _move(folder: epath.Path, place: epath.Path) -> None:
+    if place.exists():
+        place.rmtree()
     place.parent.mkdir(exist_ok=True)
-    shutil.move(folder, place)
+    folder.rename(place)
 
 
 def _reason(error: BaseException) -> str:

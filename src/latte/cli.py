@@ -109,11 +109,13 @@ def _dispatch(prog: str, commands: dict[str, tuple[Callable, str]], argv: list[s
 
 
 def _train(parser: _Parser, argv: list[str]) -> int:
-    _add_run_dir(parser, "where the run is kept, or goes on; by default runs/NAME of the config")
+    _add_run_dir(
+        parser, "where the run is kept, or goes on (gs://… too); by default runs/NAME of the config"
+    )
     options, config = _configured(parser, argv)
     if config is None:
         return 0
-    run_dir = Path(options.run_dir or Path("runs") / config.name)
+    run_dir = _folder(options.run_dir or f"runs/{config.name}")
     check_run_dir(run_dir, config)
     from latte.train import train
 
@@ -211,7 +213,7 @@ def _eval(parser: _Parser, argv: list[str]) -> int:
         return 0
     from latte.evaluate import evaluate_run
 
-    _print(evaluate_run(Path(options.run_dir)), options.json)
+    _print(evaluate_run(options.run_dir), options.json)
     return 0
 
 
@@ -240,7 +242,7 @@ def _generate(parser: _Parser, argv: list[str]) -> int:
     from latte.generate import generate_run
 
     texts = generate_run(
-        Path(options.run_dir),
+        options.run_dir,
         [options.prompt] * options.batch,
         tokens=options.tokens,
         temperature=options.temperature,
@@ -281,8 +283,18 @@ def _of_run(parser: _Parser, argv: list[str]) -> argparse.Namespace | None:
         raise UserError(f"unknown argument {rest[0]!r}{near}")
     if options.run_dir is None:
         raise UserError(f"--run is missing; see `{parser.prog} --help`")
-    read_run_config(Path(options.run_dir))
+    options.run_dir = _folder(options.run_dir)
+    read_run_config(options.run_dir)
     return options
+
+
+def _folder(run_dir: str) -> Path:
+    """A run directory as a folder of this host."""
+    if "://" not in run_dir:
+        return Path(run_dir)
+    from latte.mirror import fetch
+
+    return fetch(run_dir)
 
 
 def _add_run_dir(parser: _Parser, words: str) -> None:

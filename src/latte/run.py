@@ -28,12 +28,13 @@ from latte.data.tokenizer import Tokenizer, load_tokenizer
 from latte.errors import UserError
 from latte.memory import keep_freed_pages
 from latte.mesh import shardings
+from latte.mirror import checkpoint_folder
 from latte.model import LanguageModel
 
 
 def checkpoints_of(run_dir: Path, keep: Keep | None = None) -> Checkpoints:
     """The checkpoints of a run; only to be read where it is not said which to keep."""
-    return Checkpoints(run_dir / "checkpoints", keep)
+    return Checkpoints(checkpoint_folder(run_dir), keep)
 
 
 def resolve(config: Config, tokenizer: Tokenizer) -> Config:

@@ -31,6 +31,7 @@ from latte.errors import RunFailedError, UserError
 from latte.memory import keep_freed_pages
 from latte.mesh import check_rows, make_mesh, put_flag, put_rows, rows_here, shardings
 from latte.metrics import Metrics, NoMetrics, heldout_losses
+from latte.mirror import remote, send
 from latte.model import LanguageModel
 from latte.monitor import Monitor
 from latte.replay import replay
@@ -171,6 +172,8 @@ def _train(config: Config, run_dir: Path, monitor: Monitor) -> None:
         with metrics_of(run_dir, config, done) as metrics, _Stop() as stop:
             loop = _Loop(config, run_dir, store, checkpoints, keep, metrics, monitor, state)
             loop.run(loader.iterate(done), stop)
+        if processes.is_first():
+            send(run_dir)
 
 
 def metrics_of(run_dir: Path, config: Config, done: int) -> Metrics | NoMetrics:
@@ -186,6 +189,8 @@ def _begin(config: Config, run_dir: Path, store: TokenStore) -> None:
 
 def _check_room(config: Config, run_dir: Path) -> None:
     """Refuses a run whose checkpoints the disk has no room for."""
+    if remote(run_dir):
+        return
     parameters = count_parameters(shapes(config.model))
     # Model and two moments in float32; a new one is whole before the oldest goes.
     needed = 3 * 4 * parameters * (config.train.keep + 1)
@@ -340,6 +345,8 @@ class _Loop:
         if self.skipped and not even_if_skipped:
             return
         self.metrics.sync()
+        if processes.is_first():
+            send(self.run_dir)
         self.checkpoints.save(step, self.state._asdict())
         if step == self.config.train.steps:
             self.checkpoints.wait()
