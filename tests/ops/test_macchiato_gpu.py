@@ -153,6 +153,7 @@ def test_nothing_leaks():
         np.testing.assert_array_equal(places, (at >= start) & (at <= t), err_msg=name)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_to_the_definition_as_the_chunked_form():
     rng = np.random.default_rng(4)
     mixer = with_window(NARROW, 70)

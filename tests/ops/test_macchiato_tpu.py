@@ -127,7 +127,7 @@ def test_kernels_are_the_definition_on_any_shape(batch, length, heads, kv_heads,
 @pytest.mark.parametrize(
     ("heads", "latents", "size", "most"),
     [
-        (4, 64, 64, 2),
+        pytest.param(4, 64, 64, 2, marks=pytest.mark.slow),
         pytest.param(4, 64, 64, 4, marks=pytest.mark.slow),
         pytest.param(2, 128, 40, 2, marks=pytest.mark.slow),
         pytest.param(8, 16, 24, 8, marks=pytest.mark.slow),
@@ -149,6 +149,7 @@ def test_nothing_is_read_before_it_is_written():
         check(make(rng, 1, 36, 20, kind=kind))
 
 
+@pytest.mark.slow
 def test_pieces_with_the_state_carried_are_the_whole():
     rng = np.random.default_rng(3)
     kernel = kernels(window=18)
@@ -175,6 +176,7 @@ def test_nothing_leaks():
     helpers.assert_no_leak(y, helpers.to(arrays, jnp.float32), ids, local=("q", "qw"))
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_exact_as_the_chunked_form():
     """Per output and gradient, against float64 on the same rounded inputs."""
     rng = np.random.default_rng(5)
