@@ -25,6 +25,8 @@ IDS = np.stack([np.digitize(np.arange(LENGTH), ends) for ends in ENDS]).astype(n
 TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab_size, IDS.shape).astype(np.int32)
 
 every_model = pytest.mark.parametrize("name", MODELS)
+QUICK = ("latte_r_swa", "latte_conv", "hybrid of three")
+"""Models that stand for all where each takes half a minute; the others are slow tests."""
 
 
 def defined_logits(model: LanguageModel, tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -38,7 +40,9 @@ def run(model: LanguageModel, tokens: Any, segment_ids: Any, state: Any):
     return model(tokens, segment_ids=segment_ids, state=state)
 
 
-@every_model
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
 def test_packed_rows_their_pieces_and_their_tokens_are_each_document_alone(name):
     model = make(MODELS[name])
     expected = defined_logits(model, TOKENS, IDS)
