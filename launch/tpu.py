@@ -333,12 +333,15 @@ class Launch:
             LostError: it ended, or could not begin, because the slice is no longer there.
         """
         self.pod.acquire()
-        word = self._attach()
+        word, lines = self._attach(), 0
         while word == "running":
             self.line = self.pod.follow(self.line)
-            word = self.pod.report().word
+            report = self.pod.report()
+            word, lines = report.word, report.lines
             if word == "running":  # the connection broke
                 gcloud.wait(1)
+        if self.line <= lines:  # it broke, and the run ended meanwhile
+            self.line = self.pod.follow(self.line)
         if word in _ENDS and self.pod.state().name != "ACTIVE":
             raise LostError
         return word

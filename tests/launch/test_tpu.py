@@ -292,16 +292,20 @@ def test_ssh_that_fails_is_tried_again_and_not_for_ever(launcher):
     )
 
 
-def test_a_connection_that_breaks_shows_each_line_once(launcher):
+@pytest.mark.parametrize("ends_meanwhile", [False, True])
+def test_a_connection_that_breaks_shows_each_line_once(launcher, ends_meanwhile):
     launcher.cloud.set(latte=WAITING)
     process = launcher.start(*launcher.options())
     said = read_until(process, "arguments train")
     [host] = launcher.cloud.hosts(NAME)
+    if ends_meanwhile:
+        end(host, "echo finished")
     for follower in processes(str(host), "tail"):
         os.kill(follower, signal.SIGKILL)
     for follower in processes(str(host), "follow"):
         os.kill(follower, signal.SIGKILL)
-    end(host, "echo finished")
+    if not ends_meanwhile:
+        end(host, "echo finished")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert (said + out).count("arguments train") == 1
