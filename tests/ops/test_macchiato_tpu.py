@@ -232,7 +232,8 @@ def test_the_parts_are_taken_where_the_kernels_do_not_fit():
         names_of_kernels(*wide, window=4096, impl="pallas")
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_two_cores_do_not_race(seed):
     """That the check finds races is tested in test_latte_tpu."""
     inputs = helpers.to(make(np.random.default_rng(6), 2, 20, 16, kind="jumps"), jnp.float32)

@@ -62,6 +62,7 @@ def test_two_processes_give_the_losses_of_one(tiny, alone, pods, tmp_path, mesh)
     same_losses(tmp_path / "run", alone)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_fewer_processes_and_another_mesh(tiny, alone, pods, tmp_path):
     """SIGTERM to one of two: both save the same step and end well; one process goes on."""
     run_dir = tmp_path / "run"
