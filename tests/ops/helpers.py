@@ -1,5 +1,6 @@
 """What the tests of all ops share: documents, hard inputs, errors, gradients, splits, and sizes."""
 
+import importlib.util
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -8,7 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
+from jax.experimental import topologies
+
+from latte.plan.build import NO_TPU
 
 HARD = ("zero", "normal", "large", "jumps", "rising", "mixed")
 """Kinds of logits that `logits` makes; all are finite."""
@@ -252,3 +257,12 @@ def _jaxpr_sizes(jaxpr: Any) -> Iterator[int]:
             inner = getattr(parameter, "jaxpr", parameter)
             if hasattr(inner, "eqns"):
                 yield from _jaxpr_sizes(inner)
+
+
+def tpu(monkeypatch: pytest.MonkeyPatch, topology: str) -> Any:
+    """A chip of a slice, to compile for with no TPU; the test is skipped without the compiler."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed")
+    for name, value in NO_TPU.items():
+        monkeypatch.setenv(name, value)
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]

@@ -126,6 +126,17 @@ def meaning(state: Any) -> Any:
     return state
 
 
+def run(op: Callable) -> Callable:
+    """Arrays, segment_ids and state, as a tree, to what the result shows, and its gradients."""
+
+    def f(inputs):
+        given = {name: inputs[name] for name in ("segment_ids", "state")}
+        y, state = op(**inputs["arrays"], **given)
+        return y, meaning(state)
+
+    return helpers.outputs_and_gradients(f)
+
+
 def _attention(name: str, window: Any, *, carries: bool = True, causal: bool = True, **rest: Any):
     heads = rest.pop("heads", 2)
     settings = {"window": window, **rest}

@@ -1,6 +1,5 @@
 """Attention's kernels for GPUs and TPUs, under Pallas' interpreters; on a GPU, its own natively."""
 
-import importlib.util
 import sys
 from functools import partial
 
@@ -8,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from latte.ops.attention import attention, cudnn, gpu, tpu
@@ -355,16 +353,7 @@ def test_gpu_kernels_lower_for_cuda(size, dtype):
 
 
 def compile_for(monkeypatch, topology: str, size: tuple, dtype, window: Window) -> None:
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed")
-    for name, value in (
-        ("TPU_SKIP_MDS_QUERY", "1"),
-        ("TPU_ACCELERATOR_TYPE", "v5p-16"),
-        ("TPU_WORKER_HOSTNAMES", "localhost"),
-        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
-    ):
-        monkeypatch.setenv(name, value)
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    device = helpers.tpu(monkeypatch, topology)
     arguments = shapes(1, *size, dtype, sharding=SingleDeviceSharding(device))
     compiled = gradients_of(tpu.attention, window, CAP).lower(*arguments).compile()
     assert (compiled.as_text() or "").count('custom_call_target="tpu_custom_call"') == 3

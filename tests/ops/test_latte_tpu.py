@@ -1,21 +1,18 @@
 """Latte's TPU kernels: their numbers under Pallas' interpreters, races, and that they compile."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental import pallas as pl
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from latte.ops.latte import empty_state, latte, tpu
 from latte.ops.segments import number_runs
 from tests.ops import helpers
-from tests.ops.mixers import KINDS, Mixer, meaning
+from tests.ops.mixers import KINDS, Mixer, meaning, run
 
 SHARE = 1e-2
 """As in test_mixers: gradients of logits may be zero but for their rounding."""
@@ -39,17 +36,6 @@ def make(rng, batch: int, length: int, *, heads: int = 2, **sizes) -> dict:
     segment = np.where(rng.random(batch) < 0.6, ids[:, 0], rng.integers(-1, 3, batch))
     arrays = mixer.arrays(rng, batch, length, **sizes)
     return {"arrays": arrays, "segment_ids": ids, "state": mixer.past(rng, segment, **sizes)}
-
-
-def run(op):
-    """Inputs of `make` to what can be seen of the result, and its gradients."""
-
-    def f(inputs):
-        given = {name: inputs[name] for name in ("segment_ids", "state")}
-        y, state = op(**inputs["arrays"], **given)
-        return y, meaning(state)
-
-    return helpers.outputs_and_gradients(f)
 
 
 def reference(q, k, v, *, segment_ids, state):
@@ -241,17 +227,8 @@ SLICES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 def compile_for(monkeypatch, topology: str, shape: tuple, dtype, *, gradients: bool) -> str:
     """Compiles a call on flat arrays with TPU's own compiler, and returns its HLO."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed")
-    for name, value in (
-        ("TPU_SKIP_MDS_QUERY", "1"),
-        ("TPU_ACCELERATOR_TYPE", "v5p-16"),
-        ("TPU_WORKER_HOSTNAMES", "localhost"),
-        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
-    ):
-        monkeypatch.setenv(name, value)
     batch, length, heads, latents, size = shape
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    device = helpers.tpu(monkeypatch, topology)
     sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
 
     def array(*dimensions, dtype=dtype):

@@ -1,6 +1,5 @@
 """Macchiato's TPU kernels: their numbers under Pallas' interpreters, races, and compilation."""
 
-import importlib.util
 import re
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -16,7 +14,7 @@ from latte.ops.dispatch import tracing_for
 from latte.ops.macchiato import macchiato, tpu
 from latte.ops.macchiato.state import empty_state
 from tests.ops import helpers
-from tests.ops.mixers import KINDS, Mixer, meaning
+from tests.ops.mixers import KINDS, Mixer, meaning, run
 
 SHARE = 1e-2
 """As in test_mixers: gradients of logits may be zero but for their rounding."""
@@ -50,17 +48,6 @@ def make(rng, batch: int, length: int, window: int, *, heads=2, kv_heads=None, *
     segment = np.where(rng.random(batch) < 0.6, ids[:, 0], rng.integers(-1, 3, batch))
     arrays = mixer.arrays(rng, batch, length, **sizes)
     return {"arrays": arrays, "segment_ids": ids, "state": mixer.past(rng, segment, **sizes)}
-
-
-def run(op):
-    """Inputs of `make` to what can be seen of the result, and its gradients."""
-
-    def f(inputs):
-        given = {name: inputs[name] for name in ("segment_ids", "state")}
-        y, state = op(**inputs["arrays"], **given)
-        return y, meaning(state)
-
-    return helpers.outputs_and_gradients(f)
 
 
 def comparison(op, tolerance: float = 1e-4, **settings):
@@ -249,17 +236,8 @@ SLICES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 def compile_for(monkeypatch, topology: str, shape: tuple, dtype, *, carries: bool = True) -> str:
     """Compiles a call on flat arrays and its gradients with TPU's own compiler: its HLO."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed")
-    for name, value in (
-        ("TPU_SKIP_MDS_QUERY", "1"),
-        ("TPU_ACCELERATOR_TYPE", "v5p-16"),
-        ("TPU_WORKER_HOSTNAMES", "localhost"),
-        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
-    ):
-        monkeypatch.setenv(name, value)
     batch, length, heads, kv_heads, latents, size, window = shape
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    device = helpers.tpu(monkeypatch, topology)
     sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
 
     def array(*dimensions, dtype=dtype):
