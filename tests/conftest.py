@@ -1,6 +1,7 @@
 """Tests run on the CPU, or on a GPU with JAX_PLATFORMS=cuda; shapes are checked at each call."""
 
 import os
+import signal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -10,6 +11,9 @@ from jaxtyping import install_import_hook
 
 # Meshes of one process: 8 devices of the CPU, of which a test without a mesh uses the first.
 jax.config.update("jax_num_cpu_devices", 8)
+
+# A shell's background job ignores this signal, and so would what the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before any test module imports the package, in every worker of pytest-xdist.
 install_import_hook("latte", "beartype.beartype")
