@@ -12,7 +12,8 @@ and what comes from later chunks depends on two sums alone, at their common edge
     ds = Σ_{t>e} p_t W_te dy_tᵀ            [N, D]  W_te: the share of the whole state at e in S_t
     g  = Σ_{t>e} p_t W_te dp_t             [N]
 
-1. `_queries`, for each chunk: dq, and what its own tokens add to ds and g at its start.
+1. `_queries`, for each chunk: dq, what its own tokens add to ds and g at its start, and two numbers
+   a token and latent that spare `_keys` the normalisers and the state.
 2. `_chain`, for each part of a state: both sums at every chunk's end, from the last to the first.
 3. `_keys`, for each chunk: dk and dv, from its own tokens and from ds and g.
 
@@ -38,6 +39,7 @@ from latte.ops.latte.gpu_gradients import (
     Inputs,
     Keys,
     Queries,
+    Reads,
     keys_by_tokens,
     keys_in_products,
     queries_by_tokens,
@@ -45,9 +47,8 @@ from latte.ops.latte.gpu_gradients import (
 )
 
 
-def _write_queries(refs: tuple, inputs: Inputs, grads: Queries) -> None:
+def _write_queries(refs: tuple, inputs: Inputs, p: Float[Array, "C N"], grads: Queries) -> None:
     dq_ref, ds_ref, g_ref = refs
-    p = inputs.p
     inputs.rows.store_latents(dq_ref, p * (grads.p - jnp.sum(p * grads.p, axis=1)[:, None]))
     ds_ref[inputs.i, :, :] = grads.ds
     g_ref[inputs.i, :] = grads.g
@@ -67,17 +68,32 @@ def _write_keys(refs: tuple, inputs: Inputs, grads: Keys) -> None:
     inputs.rows.store_values(refs[1], grads.v)
 
 
+def store_reads(refs: tuple, inputs: Inputs, reads: Reads) -> None:
+    for ref, x in zip(refs, reads, strict=True):
+        inputs.rows.store_latents(ref, x)
+
+
+def load_reads(refs: tuple, inputs: Inputs) -> Reads:
+    return Reads(*(inputs.rows.load(ref, inputs.rows.shape.latents) for ref in refs))
+
+
 def _queries_kernel(*refs, shape: Shape):
+    """Refs: 8 of `Inputs`; dq, ds, g, old and `Reads`."""
     first = pl.program_id(1) * shape.chunk
     inputs = Inputs(refs[:8], first, 0, block.rows(shape, first, 0, 1))
-    _write_queries(refs[8:11], inputs, queries_in_products(inputs))
+    p = inputs.p
+    grads, reads = queries_in_products(inputs, p)
+    store_reads(refs[12:], inputs, reads)
+    _write_queries(refs[8:11], inputs, p, grads)
     refs[11][0, :] = block.weigh_update(inputs.k, inputs.run, inputs.edge)[2]
 
 
 def _keys_kernel(*refs, shape: Shape):
+    """Refs: 8 of `Inputs`; later ds and g, and `Reads`; dk and dv."""
     first = pl.program_id(1) * shape.chunk
     inputs = Inputs(refs[:8], first, 0, block.rows(shape, first, 0, 1))
-    _write_keys(refs[10:], inputs, add_later(refs[8:10], inputs, keys_in_products(inputs)))
+    grads = keys_in_products(inputs, load_reads(refs[10:12], inputs))
+    _write_keys(refs[12:], inputs, add_later(refs[8:10], inputs, grads))
 
 
 def repair(refs: tuple, exact_ref: Ref, shape: Shape, group: int, visit: Callable) -> None:
@@ -96,7 +112,7 @@ def repair(refs: tuple, exact_ref: Ref, shape: Shape, group: int, visit: Callabl
 
 def _repair_queries_kernel(*refs, shape: Shape, group: int):
     def visit(inputs):
-        _write_queries(refs[12:], inputs, queries_by_tokens(inputs, shape))
+        _write_queries(refs[12:], inputs, inputs.p, queries_by_tokens(inputs, shape))
 
     repair(refs[:8], refs[8], shape, group, visit)
 
@@ -208,16 +224,18 @@ def _like(*arrays: Array) -> list[jax.ShapeDtypeStruct]:
 
 def _queries(
     inputs: tuple[Array, ...], exact: Array, shape: Shape, tiles: Tiles, interpret: bool
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    """dq; and for each chunk its own ds and g at its start, and the old state's share after it."""
+) -> tuple[Array, tuple[Array, Array, Array], Reads]:
+    """dq; for each chunk its own ds and g at its start, and the old state's share after it; and
+    what `_keys` reads."""
     specs, (latents, _), (vector, matrix) = _specs(shape, 1)
     vectors, matrices = shape.sums_array(shape.chunks), shape.states_array(shape.chunks)
-    *grads, old = pl.pallas_call(
+    reads = jax.ShapeDtypeStruct(inputs[1].shape, inputs[2].dtype)
+    *grads, old, u, mean = pl.pallas_call(
         partial(_queries_kernel, shape=shape),
         grid=shape.grid(1),
         in_specs=specs,
-        out_specs=[latents, matrix, vector, vector],
-        out_shape=[*_like(inputs[0]), matrices, vectors, vectors],
+        out_specs=[latents, matrix, vector, vector, latents, latents],
+        out_shape=[*_like(inputs[0]), matrices, vectors, vectors, reads, reads],
         compiler_params=params(tiles.query_warps, 1),
         interpret=interpret,
         name="latte_queries",
@@ -235,11 +253,12 @@ def _queries(
         interpret=interpret,
         name="latte_repair_queries",
     )(*inputs, exact, *grads)
-    return dq, (ds, g, old)
+    return dq, (ds, g, old), Reads(u, mean)
 
 
 def _keys(
     inputs: tuple[Array, ...],
+    reads: Reads,
     later: tuple[Array, Array],
     exact: Array,
     shape: Shape,
@@ -251,13 +270,13 @@ def _keys(
     grads = pl.pallas_call(
         partial(_keys_kernel, shape=shape),
         grid=shape.grid(1),
-        in_specs=[*specs, matrix, vector],
+        in_specs=[*specs, matrix, vector, rows[0], rows[0]],
         out_specs=rows,
         out_shape=_like(*inputs[1:3]),
         compiler_params=params(tiles.key_warps, 1),
         interpret=interpret,
         name="latte_keys",
-    )(*inputs, *later)
+    )(*inputs, *later, *reads)
     group = group_size(shape, tiles)
     specs, rows, (vector, matrix) = _specs(shape, group)
     dk, dv = pl.pallas_call(
@@ -291,7 +310,7 @@ def backward(
     dy, dl, ds = cotangents
     states, exact = kept
     inputs = *arrays[:3], dy, arrays[3], *states
-    dq, local = _queries(inputs, exact, shape, tiles, interpret)
+    dq, local, reads = _queries(inputs, exact, shape, tiles, interpret)
     dtype = arrays[2].dtype
     later, start = carry_back(local, ends, (dl, ds), shape, dtype, tiles, interpret)
-    return dq, *_keys(inputs, later, exact, shape, tiles, interpret), *start
+    return dq, *_keys(inputs, reads, later, exact, shape, tiles, interpret), *start

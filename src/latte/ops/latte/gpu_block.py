@@ -266,25 +266,37 @@ def product(
     )
 
 
+def powers(
+    k: Float[Array, "C N"], run: Int[Array, " C"], edge: Edge, dtype: DTypeLike
+) -> tuple[Float[Array, "C N"], Float[Array, " N"], Float[Array, " N"]]:
+    """exp(k) of a chunk under its largest logit, the state's included; those two logits.
+
+    They are rounded here, to the type of products, so that weights over their sum still add up
+    to 1.
+    """
+    # Run numbers rise, so some token sees the state where the smallest number is the state's.
+    m = jnp.where(jnp.min(run) == edge.run, edge.m, -jnp.inf)
+    top = jnp.maximum(m, jnp.max(k, axis=0))
+    return exp(k - top[None, :]).astype(dtype), m, top
+
+
+def see(run: Int[Array, " C"]) -> Bool[Array, "C C"]:
+    """Which token (along the first axis) reads which."""
+    at = cells(run.shape[0])
+    return (run[:, None] == run[None, :]) & (at[:, None] >= at[None, :])
+
+
 def weigh(
     k: Float[Array, "C N"],
     run: Int[Array, " C"],
     edge: Edge,
     dtype: DTypeLike,
 ) -> Weights:
-    """The weights of a chunk's tokens and of the carried state.
-
-    e is rounded here, to the type of products, so that weights over their sum still add up to 1.
-    """
-    size = k.shape[0]
-    seen = run == edge.run
-    # Run numbers rise, so some token sees the state where the smallest number is the state's.
-    m = jnp.where(jnp.min(run) == edge.run, edge.m, -jnp.inf)
-    r = jnp.maximum(m, jnp.max(k, axis=0))
-    e = exp(k - r[None, :]).astype(dtype)
-    past = jnp.where(seen[:, None], (exp(m - r) * edge.total)[None, :], 0.0)
-    earlier = cells(size)[:, None] >= cells(size)[None, :]
-    pairs = (run[:, None] == run[None, :]) & earlier
+    """The weights of a chunk's tokens and of the carried state."""
+    e, m, top = powers(k, run, edge, dtype)
+    seen = (run == edge.run)[:, None]
+    past = jnp.where(seen, (exp(m - top) * edge.total)[None, :], 0.0)
+    pairs = see(run)
     cum = product(jnp.where(pairs, 1.0, 0.0), e, dtype) + past
     return Weights(e, 1 / cum, past, pairs, jnp.min(cum) > _SMALLEST_SUM)
 

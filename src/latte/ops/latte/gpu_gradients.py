@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from latte.ops.latte import gpu_block as block
 from latte.ops.latte.gpu_block import Chunk, Shape
@@ -69,36 +69,44 @@ class Keys(NamedTuple):
     v: Float[Array, "C D"]
 
 
-def _reads(weights: block.Weights, inputs: Inputs) -> tuple[Array, Array, Array]:
-    """dy, v_sᵀ dy_t of the pairs, and dp."""
-    dy, dtype = inputs.dy, inputs.refs[2].dtype
-    da = jnp.where(weights.pairs, block.product(dy, inputs.v, dtype, over=(1, 1)), 0.0)
-    da = da.astype(dtype)
-    read = weights.past * block.product(dy, inputs.s, dtype, over=(1, 1))
-    return dy, da, (read + block.product(da, weights.e, dtype)) * weights.inverse
+class Reads(NamedTuple):
+    """What a chunk's queries tell its keys, of the type of products: p over the sum that it is
+    divided by, and that times dp."""
+
+    u: Float[Array, "C N"]
+    mean: Float[Array, "C N"]
 
 
-def queries_in_products(inputs: Inputs) -> Queries:
+def _of_pairs(pairs: Bool[Array, "C C"], inputs: Inputs) -> Float[Array, "C C"]:
+    """v_sᵀ dy_t."""
+    dtype = inputs.refs[2].dtype
+    da = block.product(inputs.dy, inputs.v, dtype, over=(1, 1))
+    return jnp.where(pairs, da, 0.0).astype(dtype)
+
+
+def queries_in_products(inputs: Inputs, p: Float[Array, "C N"]) -> tuple[Queries, Reads]:
     dtype = inputs.refs[2].dtype
     weights = block.weigh(inputs.k, inputs.run, inputs.edge, dtype)
-    dy, _, dp = _reads(weights, inputs)
+    read = weights.past * block.product(inputs.dy, inputs.s, dtype, over=(1, 1))
+    near = block.product(_of_pairs(weights.pairs, inputs), weights.e, dtype)
+    dp = (read + near) * weights.inverse
+    u = p * weights.inverse
     # Rounded as in the product with dy, so that s·ds − g stays a difference of the same terms.
-    through = (inputs.p * weights.inverse * weights.past).astype(dtype)
+    through = (u * weights.past).astype(dtype)
     g = jnp.sum(through.astype(jnp.float32) * dp, axis=0)
-    ds = block.product(through, dy, dtype, over=(0, 0))
-    return Queries(dp, ds, g)
+    ds = block.product(through, inputs.dy, dtype, over=(0, 0))
+    return Queries(dp, ds, g), Reads(u.astype(dtype), (u * dp).astype(dtype))
 
 
-def keys_in_products(inputs: Inputs) -> Keys:
+def keys_in_products(inputs: Inputs, reads: Reads) -> Keys:
     dtype = inputs.refs[2].dtype
-    weights = block.weigh(inputs.k, inputs.run, inputs.edge, dtype)
-    dy, da, dp = _reads(weights, inputs)
-    u = inputs.p * weights.inverse
-    mean = block.product(jnp.where(weights.pairs, 1.0, 0.0), u * dp, dtype, over=(0, 0))
-    u = u.astype(dtype)
-    k = weights.e.astype(jnp.float32) * (block.product(da, u, dtype, over=(0, 0)) - mean)
-    a = jnp.where(weights.pairs, block.product(u, weights.e, dtype, over=(1, 1)), 0.0)
-    return Keys(k, block.product(a, dy, dtype, over=(0, 0)))
+    pairs = block.see(inputs.run)
+    e = block.powers(inputs.k, inputs.run, inputs.edge, dtype)[0]
+    mean = block.product(jnp.where(pairs, 1.0, 0.0), reads.mean, dtype, over=(0, 0))
+    seen = block.product(_of_pairs(pairs, inputs), reads.u, dtype, over=(0, 0))
+    a = jnp.where(pairs, block.product(reads.u, e, dtype, over=(1, 1)), 0.0)
+    dv = block.product(a, inputs.dy, dtype, over=(0, 0))
+    return Keys(e.astype(jnp.float32) * (seen - mean), dv)
 
 
 class _Read(NamedTuple):

@@ -36,10 +36,17 @@ from latte.ops.attention.gpu_block import (
     tokens,
 )
 from latte.ops.latte import gpu_block as block
-from latte.ops.latte.gpu_backward import add_later, carry_back, repair
+from latte.ops.latte.gpu_backward import (
+    add_later,
+    carry_back,
+    load_reads,
+    repair,
+    store_reads,
+)
 from latte.ops.latte.gpu_forward import group_size
 from latte.ops.latte.gpu_gradients import (
     Queries,
+    Reads,
     keys_by_tokens,
     keys_in_products,
     queries_by_tokens,
@@ -61,9 +68,10 @@ def _numbers(call: Call, refs: tuple, i: Array) -> list[Float[Array, " C"]]:
     return [load_numbers(ref.at[here], at, call.plan.queries, 0.0) for ref in refs]
 
 
-def _write_queries(refs: tuple, inputs: Inputs, grads: Queries, delta: Float[Array, " C"]) -> None:
-    dq_ref, ds_ref, g_ref = refs
-    p0, p = inputs.states
+def _write_queries(
+    refs: tuple, inputs: Inputs, states: tuple, grads: Queries, delta: Float[Array, " C"]
+) -> None:
+    (dq_ref, ds_ref, g_ref), (p0, p) = refs, states
     mean = p0 * delta + jnp.sum(p * grads.p, axis=1)
     inputs.store_states(dq_ref, p0 * (delta - mean), p * (grads.p - mean[:, None]))
     ds_ref[inputs.i, :, :] = grads.ds
@@ -71,16 +79,19 @@ def _write_queries(refs: tuple, inputs: Inputs, grads: Queries, delta: Float[Arr
 
 
 def _queries_kernel(*refs, call: Call):
-    """Refs: 8 of the latents, 4 of the window, m, l; dq, ds, g, old, dqw, δ and l over p0."""
-    dqw_ref, delta_ref, share_ref = refs[18:]
+    """Refs: 8 of the latents, 4 of the window, m, l; dq, ds, g, old, dqw, δ, l over p0, `Reads`."""
+    dqw_ref, delta_ref, share_ref = refs[18:21]
     inputs = _inputs(refs, pl.program_id(1) * call.shape.chunk, 0, 1, call)
     m, l = _numbers(call, refs[12:14], inputs.index)
-    p0, at = inputs.states[0], tokens(inputs.index, call.shape.chunk)
+    p0, p = inputs.states
+    at = tokens(inputs.index, call.shape.chunk)
     dqw, delta = pull_queries(inputs, p0, m, l)
     store_rows(dqw_ref, dqw, at, call.plan.queries, call.plan.key_size)
     store_numbers(delta_ref, delta, at, call.plan.queries)
     store_numbers(share_ref, l - jnp.log2(p0), at, call.plan.queries)
-    _write_queries(refs[14:17], inputs, queries_in_products(inputs), delta)
+    grads, reads = queries_in_products(inputs, p)
+    store_reads(refs[21:], inputs, reads)
+    _write_queries(refs[14:17], inputs, (p0, p), grads, delta)
     refs[17][0, :] = block.weigh_update(inputs.k, inputs.run, inputs.edge)[2]
 
 
@@ -90,7 +101,8 @@ def _repair_queries_kernel(*refs, call: Call, group: int):
     def visit(latents):
         inputs = Inputs(refs[:8], latents.first, latents.i, latents.rows, call, Near(*[None] * 4))
         (delta,) = _numbers(call, refs[8:9], inputs.index)
-        _write_queries(refs[13:], inputs, queries_by_tokens(inputs, call.shape), delta)
+        grads = queries_by_tokens(inputs, call.shape)
+        _write_queries(refs[13:], inputs, inputs.states, grads, delta)
 
     repair(refs[:8], refs[9], call.shape, group, visit)
 
@@ -120,14 +132,16 @@ def _window_specs(call: Call) -> list[pl.BlockSpec]:
 
 def _queries(
     inputs: tuple, near: tuple, kept: Kept, call: Call
-) -> tuple[Array, Array, tuple[Array, Array], tuple[Array, Array, Array]]:
-    """dq and dqw; l over p0 and δ; for each chunk its own ds and g, and the old state's share."""
+) -> tuple[Array, Array, tuple[Array, Array], tuple[Array, Array, Array], Reads]:
+    """dq and dqw; l over p0 and δ; for each chunk its own ds and g, and the old state's share; and
+    what `_keys` reads."""
     shape, tiles = call.shape, call.tiles
     specs, window = _latent_specs(call, 1), _window_specs(call)
     vector, matrix = shape.sums(1), shape.states(1)
     numbers, sums = call.numbers_array(), shape.sums_array(shape.chunks)
     q, qw = inputs[0], near[1]
-    dq, ds, g, old, dqw, delta, share = call.kernel(
+    reads = jax.ShapeDtypeStruct(inputs[1].shape, call.plan.dtype)
+    dq, ds, g, old, dqw, delta, share, u, mean = call.kernel(
         _queries_kernel,
         "queries",
         shape.grid(1),
@@ -136,11 +150,11 @@ def _queries(
         in_specs=[*specs, *window, *[call.numbers()] * 2],
         out_specs=[
             *[specs[0], matrix, vector, vector],
-            *[_own_rows(call), *[call.own_numbers()] * 2],
+            *[_own_rows(call), *[call.own_numbers()] * 2, *[shape.latent_rows(shape.chunk)] * 2],
         ],
         out_shape=[
             *[_like(q), shape.states_array(shape.chunks), sums, sums],
-            *[_like(qw), numbers, numbers],
+            *[_like(qw), numbers, numbers, reads, reads],
         ],
     )(*inputs, *near, kept.m, kept.l)
     group = group_size(shape, tiles)
@@ -157,7 +171,7 @@ def _queries(
         out_shape=[_like(x) for x in (dq, ds, g)],
         input_output_aliases={10: 0, 11: 1, 12: 2},
     )(*inputs, delta, kept.exact, dq, ds, g)
-    return dq, dqw, (share, delta), (ds, g, old)
+    return dq, dqw, (share, delta), (ds, g, old), Reads(u, mean)
 
 
 def _reader(refs: tuple, call: Call) -> Callable[[Array], tuple[Array, Sums]]:
@@ -172,14 +186,16 @@ def _reader(refs: tuple, call: Call) -> Callable[[Array], tuple[Array, Sums]]:
 
 
 def _keys_kernel(*refs, call: Call):
-    """Refs: 8 of the latents, 4 of the window, dy, m, l over p0, δ, later ds and g; dk, dv, dkw."""
+    """Refs: 8 of the latents, 4 of the window, dy, m, l over p0, δ, later ds and g, and `Reads`;
+    dk, dv, dkw."""
     inputs = _inputs(refs, pl.program_id(1) * call.shape.chunk, 0, 1, call)
-    dk, dv = add_later(refs[16:18], inputs, keys_in_products(inputs))
-    inputs.rows.store_latents(refs[18], dk)
+    grads = keys_in_products(inputs, load_reads(refs[18:20], inputs))
+    dk, dv = add_later(refs[16:18], inputs, grads)
+    inputs.rows.store_latents(refs[20], dk)
     dkw, dv = pull_keys(call, inputs.near, _reader(refs[12:16], call), inputs.index + call.past, dv)
-    inputs.rows.store_values(refs[19], dv)
+    inputs.rows.store_values(refs[21], dv)
     at = tokens(inputs.index, call.shape.chunk)
-    store_rows(refs[20], dkw, at, call.plan.queries, call.plan.key_size)
+    store_rows(refs[22], dkw, at, call.plan.queries, call.plan.key_size)
 
 
 def _repair_keys_kernel(*refs, call: Call, group: int):
@@ -207,7 +223,7 @@ def _past_kernel(*refs, call: Call):
 
 
 def _keys(
-    inputs: tuple, near: tuple, sums: tuple, later: tuple, kept: Kept, call: Call
+    inputs: tuple, near: tuple, sums: tuple, later: tuple, reads: Reads, kept: Kept, call: Call
 ) -> tuple[Array, Array, Array]:
     """dk, dv and dkw of the call's own tokens, the last two for each query head."""
     shape, tiles = call.shape, call.tiles
@@ -223,12 +239,12 @@ def _keys(
         shape.grid(1),
         tiles.key_warps,
         tiles.window_stages,
-        in_specs=specs(1),
+        in_specs=[*specs(1), *[shape.latent_rows(shape.chunk)] * 2],
         out_specs=[
             *[shape.latent_rows(shape.chunk), shape.value_rows(shape.chunk), _own_rows(call)]
         ],
         out_shape=[_like(inputs[1]), *_shared_arrays(call, shape.length)],
-    )(*arrays)
+    )(*arrays, *reads)
     group = group_size(shape, tiles)
     outputs = [shape.latent_rows(group * shape.chunk), shape.value_rows(group * shape.chunk)]
     dk, dv = call.kernel(
@@ -290,12 +306,12 @@ def backward(
     dy, *after = cotangents
     inputs = *arrays[:3], dy, arrays.run, *kept.states
     near = arrays[4:]
-    dq, dqw, (share, delta), local = _queries(inputs, near, kept, call)
+    dq, dqw, (share, delta), local, reads = _queries(inputs, near, kept, call)
     later, (dl, ds) = carry_back(
         local, ends, (after[0], after[1]), call.shape, call.plan.dtype, call.tiles, call.interpret
     )
     sums = dy, kept.m, share, delta
-    dk, *shared = _keys(inputs, near, sums, later, kept, call)
+    dk, *shared = _keys(inputs, near, sums, later, reads, kept, call)
     if call.past:
         past = _past(near, sums, call)
         shared = [jnp.concatenate(x, axis=1) for x in zip(past, shared, strict=True)]
