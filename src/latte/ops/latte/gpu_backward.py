@@ -30,11 +30,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
 from latte.ops.latte import gpu_block as block
 from latte.ops.latte.gpu_block import Ref, Shape, Tiles, params
-from latte.ops.latte.gpu_forward import States, group_size
+from latte.ops.latte.gpu_forward import Kept, group_size
 from latte.ops.latte.gpu_gradients import (
     Inputs,
     Keys,
@@ -58,7 +58,7 @@ def add_later(refs: tuple, inputs: Inputs, grads: Keys) -> Keys:
     """Adds what later chunks say of the tokens, by way of the state after the chunk."""
     dtype = inputs.refs[2].dtype
     ds, g = refs[0][inputs.i, :, :], refs[1][inputs.i, :]
-    new = block.weigh_update(inputs.k, inputs.run, inputs.edge)[3]
+    new = block.added(inputs.k, inputs.run, inputs.after)
     k = block.product(inputs.v, ds, dtype, over=(1, 1)) - g[None, :]
     return Keys(grads.k + new * k, grads.v + block.product(new, ds, dtype))
 
@@ -78,22 +78,22 @@ def load_reads(refs: tuple, inputs: Inputs) -> Reads:
 
 
 def _queries_kernel(*refs, shape: Shape):
-    """Refs: 8 of `Inputs`; dq, ds, g, old and `Reads`."""
+    """Refs: 9 of `Inputs`; dq, ds, g, old and `Reads`."""
     first = pl.program_id(1) * shape.chunk
-    inputs = Inputs(refs[:8], first, 0, block.rows(shape, first, 0, 1))
+    inputs = Inputs(refs[:9], first, 0, block.rows(shape, first, 0, 1))
     p = inputs.p
     grads, reads = queries_in_products(inputs, p)
-    store_reads(refs[12:], inputs, reads)
-    _write_queries(refs[8:11], inputs, p, grads)
-    refs[11][0, :] = block.weigh_update(inputs.k, inputs.run, inputs.edge)[2]
+    store_reads(refs[13:], inputs, reads)
+    _write_queries(refs[9:12], inputs, p, grads)
+    refs[12][0, :] = block.kept(inputs.edge, inputs.after)
 
 
 def _keys_kernel(*refs, shape: Shape):
-    """Refs: 8 of `Inputs`; later ds and g, and `Reads`; dk and dv."""
+    """Refs: 9 of `Inputs`; later ds and g, and `Reads`; dk and dv."""
     first = pl.program_id(1) * shape.chunk
-    inputs = Inputs(refs[:8], first, 0, block.rows(shape, first, 0, 1))
-    grads = keys_in_products(inputs, load_reads(refs[10:12], inputs))
-    _write_keys(refs[12:], inputs, add_later(refs[8:10], inputs, grads))
+    inputs = Inputs(refs[:9], first, 0, block.rows(shape, first, 0, 1))
+    grads = keys_in_products(inputs, load_reads(refs[11:13], inputs))
+    _write_keys(refs[13:], inputs, add_later(refs[9:11], inputs, grads))
 
 
 def repair(refs: tuple, exact_ref: Ref, shape: Shape, group: int, visit: Callable) -> None:
@@ -112,17 +112,17 @@ def repair(refs: tuple, exact_ref: Ref, shape: Shape, group: int, visit: Callabl
 
 def _repair_queries_kernel(*refs, shape: Shape, group: int):
     def visit(inputs):
-        _write_queries(refs[12:], inputs, inputs.p, queries_by_tokens(inputs, shape))
+        _write_queries(refs[13:], inputs, inputs.p, queries_by_tokens(inputs, shape))
 
-    repair(refs[:8], refs[8], shape, group, visit)
+    repair(refs[:9], refs[9], shape, group, visit)
 
 
 def _repair_keys_kernel(*refs, shape: Shape, group: int):
     def visit(inputs):
         grads = keys_by_tokens(inputs, shape)
-        _write_keys(refs[13:], inputs, add_later(refs[8:10], inputs, grads))
+        _write_keys(refs[14:], inputs, add_later(refs[9:11], inputs, grads))
 
-    repair(refs[:8], refs[10], shape, group, visit)
+    repair(refs[:9], refs[11], shape, group, visit)
 
 
 def _chain_kernel(ds_ref, g_ref, old_ref, ds_last, g_last, ds_out, g_out, ds0, g0, *, ahead: int):
@@ -210,12 +210,18 @@ def _wide(x: Array, shape: Shape) -> Array:
 
 
 def _specs(shape: Shape, group: int) -> tuple[list, list, list]:
-    """Of q, k, v, dy, run and the states; of a gradient of q and of v; of a vector and a matrix."""
+    """Of what `Inputs` reads; of a gradient of q and of v; of a vector and a matrix."""
     tokens = group * shape.chunk
     rows = [shape.latent_rows(tokens), shape.value_rows(tokens)]
     sums = [shape.sums(group), shape.states(group)]
-    inputs = [rows[0], rows[0], rows[1], rows[1], shape.runs(tokens), sums[0], sums[0], sums[1]]
+    inputs = [*rows[:1] * 2, *rows[1:] * 2, shape.runs(tokens), *state_specs(shape, group)]
     return inputs, rows, sums
+
+
+def state_specs(shape: Shape, group: int) -> list[pl.BlockSpec]:
+    """Of m, total, s and top, as `Inputs` reads them."""
+    edges = shape.all_sums(shape.chunks + 1)
+    return [edges, edges, shape.states(group), shape.all_sums(shape.chunks)]
 
 
 def _like(*arrays: Array) -> list[jax.ShapeDtypeStruct]:
@@ -248,7 +254,7 @@ def _queries(
         in_specs=[*specs, shape.flags(group), latents, matrix, vector],
         out_specs=[latents, matrix, vector],
         out_shape=_like(*grads),
-        input_output_aliases={9: 0, 10: 1, 11: 2},
+        input_output_aliases={10: 0, 11: 1, 12: 2},
         compiler_params=params(8, 1),
         interpret=interpret,
         name="latte_repair_queries",
@@ -285,7 +291,7 @@ def _keys(
         in_specs=[*specs, matrix, vector, shape.flags(group), *rows],
         out_specs=rows,
         out_shape=_like(*grads),
-        input_output_aliases={11: 0, 12: 1},
+        input_output_aliases={12: 0, 13: 1},
         compiler_params=params(8, 1),
         interpret=interpret,
         name="latte_repair_keys",
@@ -295,7 +301,7 @@ def _keys(
 
 def backward(
     arrays: tuple[Array, ...],
-    kept: tuple[States, Int[Array, "B H n"]],
+    kept: Kept,
     ends: tuple[Float[Array, "B H N D"], Float[Array, "B H N D"]],
     cotangents: tuple[Array, Array, Array],
     shape: Shape,
@@ -304,13 +310,11 @@ def backward(
 ) -> tuple[Array, Array, Array, Array, Array]:
     """(dq, dk, dv, dl, ds) from those of y, l and s.
 
-    `arrays` are q, k, v and run, `kept` the states before each chunk and which chunks are exact,
-    `ends` the first and the last s.
+    `arrays` are q, k, v and run, `ends` the first and the last s.
     """
     dy, dl, ds = cotangents
-    states, exact = kept
-    inputs = *arrays[:3], dy, arrays[3], *states
-    dq, local, reads = _queries(inputs, exact, shape, tiles, interpret)
+    inputs = *arrays[:3], dy, arrays[3], *kept.states, kept.top
+    dq, local, reads = _queries(inputs, kept.exact, shape, tiles, interpret)
     dtype = arrays[2].dtype
     later, start = carry_back(local, ends, (dl, ds), shape, dtype, tiles, interpret)
-    return dq, *_keys(inputs, reads, later, exact, shape, tiles, interpret), *start
+    return dq, *_keys(inputs, reads, later, kept.exact, shape, tiles, interpret), *start

@@ -104,6 +104,11 @@ class Shape(NamedTuple):
         """`group` vectors of one head of [B, H, n, N]."""
         return pl.BlockSpec((None, None, group, self.wide_latents), lambda h, j, b: (b, h, j, 0))
 
+    def all_sums(self, count: int) -> pl.BlockSpec:
+        """All `count` vectors of one head."""
+        block = (None, None, count, self.wide_latents)
+        return pl.BlockSpec(block, lambda h, j, b: (b, h, 0, 0))
+
     def states(self, group: int) -> pl.BlockSpec:
         """`group` matrices of one head of [B, H, n, N, D]."""
         block = (None, None, group, self.wide_latents, self.wide_size)
@@ -122,13 +127,21 @@ class Shape(NamedTuple):
         return jax.ShapeDtypeStruct(shape, dtype)
 
 
+class Documents(NamedTuple):
+    """Run numbers of a chunk's tokens, and of the first and the last of them: they rise."""
+
+    each: Int[Array, " C"]
+    first: Int[Array, ""]
+    last: Int[Array, ""]
+
+
 class Chunk(NamedTuple):
     """A chunk of one head; p is the softmax of q, k is −∞ past the end of the sequence."""
 
     p: Float[Array, "C N"]
     k: Float[Array, "C N"]
     v: Float[Array, "C D"]
-    run: Int[Array, " C"]
+    run: Documents
 
 
 class Edge(NamedTuple):
@@ -147,12 +160,16 @@ class Carry(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """As in `xla.py`, but for 1 / cum: divisions are dear. `exact`: every cum is far from 0."""
+    """As in `xla.py`; e, cum and past are under `top`, the largest logit that some token sees.
+
+    `exact`: every cum is far from 0.
+    """
 
     e: Float[Array, "C N"]
-    inverse: Float[Array, "C N"]
+    cum: Float[Array, "C N"]
     past: Float[Array, "C N"]
     pairs: Bool[Array, "C C"]
+    top: Float[Array, " N"]
     exact: Bool[Array, ""]
 
 
@@ -216,13 +233,15 @@ class Rows(NamedTuple):
         weights = exp(q - jnp.max(q, axis=1)[:, None])
         return weights * (1 / jnp.sum(weights, axis=1))[:, None]
 
-    def runs(self, ref: Ref, first: Array) -> Int[Array, " C"]:
+    def runs(self, ref: Ref, first: Array) -> Documents:
         """Run numbers, `first` tokens further on; past the end of the sequence the last token's."""
-        rows = ref.at[pl.ds(first + self.start, self.shape.chunk)]
+        start, size = first + self.start, self.shape.chunk
+        rows = ref.at[pl.ds(start, size)]
         if self.left is None:
-            return plgpu.load(rows)
-        run = plgpu.load(rows, mask=cells(self.shape.chunk) < self.left, other=-1)
-        return jnp.where(run < 0, jnp.max(run), run)
+            return Documents(plgpu.load(rows), ref[start], ref[start + (size - 1)])
+        last = ref[start + jnp.minimum(size, self.left) - 1]
+        run = plgpu.load(rows, mask=cells(size) < self.left, other=-1)
+        return Documents(jnp.where(run < 0, last, run), ref[start], last)
 
     def store_values(self, ref: Ref, value: Float[Array, "C D"]) -> None:
         self.store(ref, value, self.shape.size)
@@ -266,65 +285,72 @@ def product(
     )
 
 
-def powers(
-    k: Float[Array, "C N"], run: Int[Array, " C"], edge: Edge, dtype: DTypeLike
-) -> tuple[Float[Array, "C N"], Float[Array, " N"], Float[Array, " N"]]:
-    """exp(k) of a chunk under its largest logit, the state's included; those two logits.
-
-    They are rounded here, to the type of products, so that weights over their sum still add up
-    to 1.
-    """
-    # Run numbers rise, so some token sees the state where the smallest number is the state's.
-    m = jnp.where(jnp.min(run) == edge.run, edge.m, -jnp.inf)
-    top = jnp.maximum(m, jnp.max(k, axis=0))
-    return exp(k - top[None, :]).astype(dtype), m, top
-
-
-def see(run: Int[Array, " C"]) -> Bool[Array, "C C"]:
+def see(run: Documents) -> Bool[Array, "C C"]:
     """Which token (along the first axis) reads which."""
-    at = cells(run.shape[0])
-    return (run[:, None] == run[None, :]) & (at[:, None] >= at[None, :])
+    at = cells(run.each.shape[0])
+    return (run.each[:, None] == run.each[None, :]) & (at[:, None] >= at[None, :])
+
+
+def largest(k: Float[Array, "C N"], run: Documents, edge: Edge) -> Float[Array, " N"]:
+    """The largest logit of a chunk, and of the state if some token sees it."""
+    m = jnp.where(run.first == edge.run, edge.m, -jnp.inf)
+    return jnp.maximum(m, jnp.max(k, axis=0))
+
+
+def powers(
+    k: Float[Array, "C N"], top: Float[Array, " N"], dtype: DTypeLike
+) -> Float[Array, "C N"]:
+    """e, rounded to the type of products, so that weights over their sum still add up to 1."""
+    return exp(k - top[None, :]).astype(dtype)
 
 
 def weigh(
     k: Float[Array, "C N"],
-    run: Int[Array, " C"],
+    run: Documents,
     edge: Edge,
+    top: Float[Array, " N"],
     dtype: DTypeLike,
 ) -> Weights:
-    """The weights of a chunk's tokens and of the carried state."""
-    e, m, top = powers(k, run, edge, dtype)
-    seen = (run == edge.run)[:, None]
+    """The weights of a chunk's tokens and of the carried state, under `largest`."""
+    e = powers(k, top, dtype)
+    m = jnp.where(run.first == edge.run, edge.m, -jnp.inf)
+    seen = (run.each == edge.run)[:, None]
     past = jnp.where(seen, (exp(m - top) * edge.total)[None, :], 0.0)
     pairs = see(run)
     cum = product(jnp.where(pairs, 1.0, 0.0), e, dtype) + past
-    return Weights(e, 1 / cum, past, pairs, jnp.min(cum) > _SMALLEST_SUM)
+    return Weights(e, cum, past, pairs, top, jnp.min(cum) > _SMALLEST_SUM)
 
 
-def weigh_update(
-    k: Float[Array, "C N"],
-    run: Int[Array, " C"],
-    edge: Edge,
-) -> tuple[Array, Array, Array, Array]:
-    """(m, total) after a chunk, and in that state the weights of the old one and of the tokens."""
-    last = jnp.max(run)
-    m = jnp.where(edge.run == last, edge.m, -jnp.inf)
-    k = jnp.where((run == last)[:, None], k, -jnp.inf)
+def reciprocal(x: Array) -> Array:
+    """1 / x of positive numbers: a GPU divides by a dozen instructions, and roots by one."""
+    root = jax.lax.rsqrt(x)
+    return root * root
+
+
+def update(k: Float[Array, "C N"], v: Float[Array, "C D"], run: Documents, carry: Carry) -> Carry:
+    """The state after a chunk; always exact, because it keeps a maximum of its own."""
+    edge = carry.edge
+    m = jnp.where(edge.run == run.last, edge.m, -jnp.inf)
+    k = jnp.where((run.each == run.last)[:, None], k, -jnp.inf)
     top = jnp.maximum(m, jnp.max(k, axis=0))
-    old = exp(m - top) * edge.total
-    new = exp(k - top[None, :])
+    old, new = exp(m - top) * edge.total, exp(k - top[None, :])
     total = old + jnp.sum(new, axis=0)
     share = 1 / total
-    return top, total, old * share, new * share[None, :]
+    s = (old * share)[:, None] * carry.s
+    s = s + product(new * share[None, :], v, v.dtype, over=(0, 0))
+    return Carry(Edge(top, total, run.last), s)
 
 
-def update(
-    k: Float[Array, "C N"], v: Float[Array, "C D"], run: Int[Array, " C"], carry: Carry
-) -> Carry:
-    """The state after a chunk; always exact, because it keeps a maximum of its own."""
-    m, total, old, new = weigh_update(k, run, carry.edge)
-    s = old[:, None] * carry.s + product(new, v, v.dtype, over=(0, 0))
-    return Carry(Edge(m, total, jnp.max(run)), s)
+def kept(edge: Edge, after: Edge) -> Float[Array, " N"]:
+    """The share of the state before a chunk in that after it."""
+    m = jnp.where(edge.run == after.run, edge.m, -jnp.inf)
+    return exp(m - after.m) * edge.total / after.total
+
+
+def added(k: Float[Array, "C N"], run: Documents, after: Edge) -> Float[Array, "C N"]:
+    """The shares of a chunk's tokens in the state after it."""
+    k = jnp.where((run.each == run.last)[:, None], k, -jnp.inf)
+    return exp(k - after.m[None, :]) * (1 / after.total)[None, :]
 
 
 class Token(NamedTuple):
@@ -342,9 +368,10 @@ def token(t: Array, chunk: Chunk, edge: Edge) -> Token:
 
     A row is taken out of a block by a masked sum, for Triton cannot slice one.
     """
-    here = cells(chunk.run.shape[0]) == t
-    run = jnp.max(jnp.where(here, chunk.run, -1))
-    seen = (cells(chunk.run.shape[0]) <= t) & (chunk.run == run)
+    each = chunk.run.each
+    here = cells(each.shape[0]) == t
+    run = jnp.max(jnp.where(here, each, -1))
+    seen = (cells(each.shape[0]) <= t) & (each == run)
     k = jnp.where(seen[:, None], chunk.k, -jnp.inf)
     m = jnp.where(edge.run == run, edge.m, -jnp.inf)
     top = jnp.maximum(m, jnp.max(k, axis=0))

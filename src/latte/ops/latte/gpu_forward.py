@@ -22,7 +22,16 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from latte.ops.latte import gpu_block as block
-from latte.ops.latte.gpu_block import Carry, Chunk, Edge, Shape, Tiles, params
+from latte.ops.latte.gpu_block import (
+    Carry,
+    Chunk,
+    Documents,
+    Edge,
+    Shape,
+    Tiles,
+    Weights,
+    params,
+)
 
 
 class States(NamedTuple):
@@ -31,6 +40,24 @@ class States(NamedTuple):
     m: Float[Array, "B H n N"]
     total: Float[Array, "B H n N"]
     s: Float[Array, "B H n N D"]
+
+
+class Kept(NamedTuple):
+    """What the backward pass reads: the states before each chunk, s in the type of v, and m and
+    total after the last one too; the largest logit that a chunk sees; which chunks are exact."""
+
+    states: States
+    top: Float[Array, "B H n N"]
+    exact: Int[Array, "B H n"]
+
+
+def with_last(chunks: States, groups: States) -> States:
+    """The states before each chunk, and m and total after the last one as `incoming` gives them."""
+
+    def join(x: Array, after: Array) -> Array:
+        return jnp.concatenate([x, after[:, :, -1:]], axis=2)
+
+    return States(join(chunks.m, groups.m), join(chunks.total, groups.total), chunks.s)
 
 
 def group_size(shape: Shape, tiles: Tiles) -> int:
@@ -165,16 +192,16 @@ def _chain(
 def in_products(
     p: Float[Array, "C N"],
     k: Float[Array, "C N"],
-    run: Int[Array, " C"],
+    run: Documents,
     carry: Carry,
     dtype: DTypeLike,
-) -> tuple[Float[Array, "C C"], Float[Array, "C D"], Array]:
-    """The weights of a chunk's tokens, what its outputs read of the state, and whether both are
-    exact."""
-    weights = block.weigh(k, run, carry.edge, dtype)
-    u = p * weights.inverse
+) -> tuple[Float[Array, "C C"], Float[Array, "C D"], Weights]:
+    """The weights of a chunk's tokens, what its outputs read of the state, and of what they are
+    made."""
+    weights = block.weigh(k, run, carry.edge, block.largest(k, run, carry.edge), dtype)
+    u = p * block.reciprocal(weights.cum)
     a = jnp.where(weights.pairs, block.product(u, weights.e, dtype, over=(1, 1)), 0.0)
-    return a, block.product(u * weights.past, carry.s, dtype), weights.exact
+    return a, block.product(u * weights.past, carry.s, dtype), weights
 
 
 def by_tokens(chunk: Chunk, carry: Carry) -> Float[Array, "C D"]:
@@ -210,17 +237,18 @@ def _walk(refs: tuple, first: Array, shape: Shape, group: int, visit: Callable) 
 
 
 def _outputs_kernel(*refs, shape: Shape, group: int):
-    """Writes y and which chunks are exact, and to `kept` the state before each chunk."""
+    """Writes y and which chunks are exact, and to `kept` the state before each chunk and `top`."""
     y_ref, exact_ref, *kept = refs[7:]
 
     def visit(i, rows, chunk, carry):
-        a, y, exact = in_products(chunk.p, chunk.k, chunk.run, carry, y_ref.dtype)
+        a, y, weights = in_products(chunk.p, chunk.k, chunk.run, carry, y_ref.dtype)
         rows.store_values(y_ref, y + block.product(a, chunk.v, y_ref.dtype))
-        exact_ref[i] = exact.astype(jnp.int32)
+        exact_ref[i] = weights.exact.astype(jnp.int32)
         if kept:
             kept[0][i, :] = carry.edge.m
             kept[1][i, :] = carry.edge.total
             kept[2][i, :, :] = carry.s.astype(y_ref.dtype)
+            kept[3][i, :] = weights.top
 
     _walk(refs[:7], pl.program_id(1) * (group * shape.chunk), shape, group, visit)
 
@@ -247,8 +275,8 @@ def _outputs(
     tiles: Tiles,
     keep: bool,
     interpret: bool,
-) -> tuple[Float[Array, "B T H D"], tuple[States, Array] | None]:
-    """y and, to `keep`, the states before each chunk, s in the type of v, and which are exact."""
+) -> tuple[Float[Array, "B T H D"], Kept | None]:
+    """y and, to `keep`, what the backward pass needs."""
     v = arrays[2]
     group = group_size(shape, tiles)
     tokens = group * shape.chunk
@@ -261,8 +289,9 @@ def _outputs(
     grid = shape.grid(group)
     y_array = jax.ShapeDtypeStruct(v.shape, v.dtype)
     exact_array = jax.ShapeDtypeStruct((shape.batch, shape.heads, count), jnp.int32)
-    kept_specs = [shape.sums(group), shape.sums(group), shape.states(group)]
-    kept_arrays = [*[shape.sums_array(count)] * 2, shape.states_array(count, v.dtype)]
+    sums = shape.sums(group), shape.sums_array(count)
+    kept_specs = [sums[0], sums[0], shape.states(group), sums[0]]
+    kept_arrays = [sums[1], sums[1], shape.states_array(count, v.dtype), sums[1]]
     y, exacts, *kept = pl.pallas_call(
         partial(_outputs_kernel, shape=shape, group=group),
         grid=grid,
@@ -284,7 +313,10 @@ def _outputs(
         interpret=interpret,
         name="latte_repair",
     )(*arrays, *states, exacts, y)
-    return y, (States(*kept), exacts) if keep else None
+    if not keep:
+        return y, None
+    *before, top = kept
+    return y, Kept(with_last(States(*before), states), top, exacts)
 
 
 def incoming(
@@ -309,7 +341,7 @@ def forward(
     tiles: Tiles,
     keep: bool,
     interpret: bool,
-) -> tuple[Array, tuple[Array, Array, Array], tuple[States, Array] | None]:
+) -> tuple[Array, tuple[Array, Array, Array], Kept | None]:
     """y of (q, k, v, run), the state (m, l, s) after it, and what the backward pass needs."""
     states, after = incoming(arrays[1:], state, shape, tiles, interpret)
     y, kept = _outputs(arrays, states, shape, tiles, keep, interpret)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from latte.ops.latte import gpu_block as block
 from latte.ops.latte.gpu_block import Chunk, Shape
@@ -17,7 +17,10 @@ from latte.ops.latte.gpu_block import Chunk, Shape
 
 @dataclass(frozen=True)
 class Inputs:
-    """Chunk i of a group, read where it is needed: what is loaded early holds registers."""
+    """Chunk i of a group, read where it is needed: what is loaded early holds registers.
+
+    refs: q, k, v, dy, run, m, total, s and top; m and total of all edges, top of all chunks.
+    """
 
     refs: tuple
     first: Array
@@ -41,7 +44,7 @@ class Inputs:
         return self.rows.values(self.refs[3])
 
     @property
-    def run(self) -> Int[Array, " C"]:
+    def run(self) -> block.Documents:
         return self.rows.runs(self.refs[4], self.first)
 
     @property
@@ -49,9 +52,23 @@ class Inputs:
         return self.refs[7][self.i, :, :]
 
     @property
+    def index(self) -> Array:
+        """The chunk's number."""
+        return jax.lax.div(self.first + self.rows.start, self.rows.shape.chunk)
+
+    @property
     def edge(self) -> block.Edge:
         before = block.run_before(self.refs[4], self.first + self.rows.start)
-        return block.Edge(self.refs[5][self.i, :], self.refs[6][self.i, :], before)
+        return block.Edge(self.refs[5][self.index, :], self.refs[6][self.index, :], before)
+
+    @property
+    def after(self) -> block.Edge:
+        after = self.index + 1
+        return block.Edge(self.refs[5][after, :], self.refs[6][after, :], self.run.last)
+
+    @property
+    def top(self) -> Float[Array, " N"]:
+        return self.refs[8][self.index, :]
 
 
 class Queries(NamedTuple):
@@ -86,11 +103,11 @@ def _of_pairs(pairs: Bool[Array, "C C"], inputs: Inputs) -> Float[Array, "C C"]:
 
 def queries_in_products(inputs: Inputs, p: Float[Array, "C N"]) -> tuple[Queries, Reads]:
     dtype = inputs.refs[2].dtype
-    weights = block.weigh(inputs.k, inputs.run, inputs.edge, dtype)
+    weights = block.weigh(inputs.k, inputs.run, inputs.edge, inputs.top, dtype)
     read = weights.past * block.product(inputs.dy, inputs.s, dtype, over=(1, 1))
     near = block.product(_of_pairs(weights.pairs, inputs), weights.e, dtype)
-    dp = (read + near) * weights.inverse
-    u = p * weights.inverse
+    inverse = block.reciprocal(weights.cum)
+    dp, u = (read + near) * inverse, p * inverse
     # Rounded as in the product with dy, so that s·ds − g stays a difference of the same terms.
     through = (u * weights.past).astype(dtype)
     g = jnp.sum(through.astype(jnp.float32) * dp, axis=0)
@@ -101,7 +118,7 @@ def queries_in_products(inputs: Inputs, p: Float[Array, "C N"]) -> tuple[Queries
 def keys_in_products(inputs: Inputs, reads: Reads) -> Keys:
     dtype = inputs.refs[2].dtype
     pairs = block.see(inputs.run)
-    e = block.powers(inputs.k, inputs.run, inputs.edge, dtype)[0]
+    e = block.powers(inputs.k, inputs.top, dtype)
     mean = block.product(jnp.where(pairs, 1.0, 0.0), reads.mean, dtype, over=(0, 0))
     seen = block.product(_of_pairs(pairs, inputs), reads.u, dtype, over=(0, 0))
     a = jnp.where(pairs, block.product(reads.u, e, dtype, over=(1, 1)), 0.0)

@@ -41,6 +41,7 @@ from latte.ops.latte.gpu_backward import (
     carry_back,
     load_reads,
     repair,
+    state_specs,
     store_reads,
 )
 from latte.ops.latte.gpu_forward import group_size
@@ -59,7 +60,7 @@ from latte.ops.macchiato.gpu_window import pull_keys, pull_queries
 
 def _inputs(refs: tuple, first: Array, i: Array | int, group: int, call: Call) -> Inputs:
     rows = block.rows(call.shape, first, i, group)
-    return Inputs(refs[:8], first, i, rows, call, Near(*refs[8:12]))
+    return Inputs(refs[:9], first, i, rows, call, Near(*refs[9:13]))
 
 
 def _numbers(call: Call, refs: tuple, i: Array) -> list[Float[Array, " C"]]:
@@ -79,10 +80,10 @@ def _write_queries(
 
 
 def _queries_kernel(*refs, call: Call):
-    """Refs: 8 of the latents, 4 of the window, m, l; dq, ds, g, old, dqw, δ, l over p0, `Reads`."""
-    dqw_ref, delta_ref, share_ref = refs[18:21]
+    """Refs: 9 of the latents, 4 of the window, m, l; dq, ds, g, old, dqw, δ, l over p0, `Reads`."""
+    dqw_ref, delta_ref, share_ref = refs[19:22]
     inputs = _inputs(refs, pl.program_id(1) * call.shape.chunk, 0, 1, call)
-    m, l = _numbers(call, refs[12:14], inputs.index)
+    m, l = _numbers(call, refs[13:15], inputs.index)
     p0, p = inputs.states
     at = tokens(inputs.index, call.shape.chunk)
     dqw, delta = pull_queries(inputs, p0, m, l)
@@ -90,21 +91,21 @@ def _queries_kernel(*refs, call: Call):
     store_numbers(delta_ref, delta, at, call.plan.queries)
     store_numbers(share_ref, l - jnp.log2(p0), at, call.plan.queries)
     grads, reads = queries_in_products(inputs, p)
-    store_reads(refs[21:], inputs, reads)
-    _write_queries(refs[14:17], inputs, (p0, p), grads, delta)
-    refs[17][0, :] = block.weigh_update(inputs.k, inputs.run, inputs.edge)[2]
+    store_reads(refs[22:], inputs, reads)
+    _write_queries(refs[15:18], inputs, (p0, p), grads, delta)
+    refs[18][0, :] = block.kept(inputs.edge, inputs.after)
 
 
 def _repair_queries_kernel(*refs, call: Call, group: int):
-    """Refs: 8 of the latents, δ, which are exact; dq, ds and g before and after."""
+    """Refs: 9 of the latents, δ, which are exact; dq, ds and g before and after."""
 
     def visit(latents):
-        inputs = Inputs(refs[:8], latents.first, latents.i, latents.rows, call, Near(*[None] * 4))
-        (delta,) = _numbers(call, refs[8:9], inputs.index)
+        inputs = Inputs(refs[:9], latents.first, latents.i, latents.rows, call, Near(*[None] * 4))
+        (delta,) = _numbers(call, refs[9:10], inputs.index)
         grads = queries_by_tokens(inputs, call.shape)
-        _write_queries(refs[13:], inputs, inputs.states, grads, delta)
+        _write_queries(refs[14:], inputs, inputs.states, grads, delta)
 
-    repair(refs[:8], refs[9], call.shape, group, visit)
+    repair(refs[:9], refs[10], call.shape, group, visit)
 
 
 def _like(x: Array) -> jax.ShapeDtypeStruct:
@@ -117,12 +118,11 @@ def _own_rows(call: Call) -> pl.BlockSpec:
 
 
 def _latent_specs(call: Call, group: int) -> list[pl.BlockSpec]:
-    """Of q, k, v, dy, run and the states."""
+    """Of what `Inputs` reads of the latents."""
     shape, tokens = call.shape, group * call.shape.chunk
     return [
         *[call.state_rows(tokens), shape.latent_rows(tokens), shape.shared_rows(tokens)],
-        *[shape.value_rows(tokens), shape.runs(tokens)],
-        *[shape.sums(group), shape.sums(group), shape.states(group)],
+        *[shape.value_rows(tokens), shape.runs(tokens), *state_specs(shape, group)],
     ]
 
 
@@ -169,8 +169,8 @@ def _queries(
         in_specs=[*specs, call.numbers(), shape.flags(group), *outputs],
         out_specs=outputs,
         out_shape=[_like(x) for x in (dq, ds, g)],
-        input_output_aliases={10: 0, 11: 1, 12: 2},
-    )(*inputs, delta, kept.exact, dq, ds, g)
+        input_output_aliases={11: 0, 12: 1, 13: 2},
+    )(*inputs, delta, kept.latents.exact, dq, ds, g)
     return dq, dqw, (share, delta), (ds, g, old), Reads(u, mean)
 
 
@@ -186,16 +186,16 @@ def _reader(refs: tuple, call: Call) -> Callable[[Array], tuple[Array, Sums]]:
 
 
 def _keys_kernel(*refs, call: Call):
-    """Refs: 8 of the latents, 4 of the window, dy, m, l over p0, δ, later ds and g, and `Reads`;
+    """Refs: 9 of the latents, 4 of the window, dy, m, l over p0, δ, later ds and g, and `Reads`;
     dk, dv, dkw."""
     inputs = _inputs(refs, pl.program_id(1) * call.shape.chunk, 0, 1, call)
-    grads = keys_in_products(inputs, load_reads(refs[18:20], inputs))
-    dk, dv = add_later(refs[16:18], inputs, grads)
-    inputs.rows.store_latents(refs[20], dk)
-    dkw, dv = pull_keys(call, inputs.near, _reader(refs[12:16], call), inputs.index + call.past, dv)
-    inputs.rows.store_values(refs[21], dv)
+    grads = keys_in_products(inputs, load_reads(refs[19:21], inputs))
+    dk, dv = add_later(refs[17:19], inputs, grads)
+    inputs.rows.store_latents(refs[21], dk)
+    dkw, dv = pull_keys(call, inputs.near, _reader(refs[13:17], call), inputs.index + call.past, dv)
+    inputs.rows.store_values(refs[22], dv)
     at = tokens(inputs.index, call.shape.chunk)
-    store_rows(refs[22], dkw, at, call.plan.queries, call.plan.key_size)
+    store_rows(refs[23], dkw, at, call.plan.queries, call.plan.key_size)
 
 
 def _repair_keys_kernel(*refs, call: Call, group: int):
@@ -203,13 +203,13 @@ def _repair_keys_kernel(*refs, call: Call, group: int):
 
     def visit(latents):
         inputs = _inputs(refs, latents.first, latents.i, group, call)
-        dk, dv = add_later(refs[16:18], inputs, keys_by_tokens(inputs, call.shape))
-        inputs.rows.store_latents(refs[21], dk)
-        read = _reader(refs[12:16], call)
+        dk, dv = add_later(refs[17:19], inputs, keys_by_tokens(inputs, call.shape))
+        inputs.rows.store_latents(refs[22], dk)
+        read = _reader(refs[13:17], call)
         _, dv = pull_keys(call, inputs.near, read, inputs.index + call.past, dv)
-        inputs.rows.store_values(refs[22], dv)
+        inputs.rows.store_values(refs[23], dv)
 
-    repair(refs[:8], refs[18], call.shape, group, visit)
+    repair(refs[:9], refs[19], call.shape, group, visit)
 
 
 def _past_kernel(*refs, call: Call):
@@ -257,7 +257,7 @@ def _keys(
         out_specs=outputs,
         out_shape=[_like(dk), _like(dv)],
         input_output_aliases={len(arrays) + 1: 0, len(arrays) + 2: 1},
-    )(*arrays, kept.exact, dk, dv)
+    )(*arrays, kept.latents.exact, dk, dv)
     return dk, dv, dkw
 
 
@@ -304,7 +304,7 @@ def backward(
     `cotangents` are those of y, l and s; `ends` the first and the last s.
     """
     dy, *after = cotangents
-    inputs = *arrays[:3], dy, arrays.run, *kept.states
+    inputs = *arrays[:3], dy, arrays.run, *kept.latents.states, kept.latents.top
     near = arrays[4:]
     dq, dqw, (share, delta), local, reads = _queries(inputs, near, kept, call)
     later, (dl, ds) = carry_back(

@@ -20,9 +20,17 @@ from jaxtyping import Array, Float, Int
 
 from latte.ops.attention.gpu_block import store_numbers
 from latte.ops.latte import gpu_block as block
+from latte.ops.latte import gpu_forward
 from latte.ops.latte.gpu_backward import repair
 from latte.ops.latte.gpu_block import Carry, Chunk, Edge
-from latte.ops.latte.gpu_forward import States, by_tokens, group_size, in_products, incoming
+from latte.ops.latte.gpu_forward import (
+    States,
+    by_tokens,
+    group_size,
+    in_products,
+    incoming,
+    with_last,
+)
 from latte.ops.macchiato.gpu_block import Call, Inputs, Near
 from latte.ops.macchiato.gpu_window import attend
 
@@ -41,11 +49,10 @@ class Arrays(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the backward pass reads: the states before each chunk, s in the type of v, and which
-    chunks are exact; of the window the largest raw logit of each query, and log2 of its sum."""
+    """What the backward pass reads: of the latents, and of the window the largest raw logit of each
+    query, and log2 of its sum."""
 
-    states: States
-    exact: Int[Array, "B H n"]
+    latents: gpu_forward.Kept
     m: Float[Array, "B H T"]
     l: Float[Array, "B H T"]
 
@@ -95,7 +102,7 @@ def _inputs(refs: tuple, first: Array, i: Array | int, group: int, call: Call) -
 
 
 def _outputs_kernel(*refs, call: Call):
-    y_ref, exact_ref, m_ref, l_ref = refs[11:]
+    y_ref, exact_ref, top_ref, m_ref, l_ref = refs[11:]
     inputs = _inputs(refs, pl.program_id(1) * call.shape.chunk, 0, 1, call)
     p0, p = inputs.states
     u, weights, m, l = attend(inputs, p0)
@@ -103,10 +110,11 @@ def _outputs_kernel(*refs, call: Call):
     store_numbers(m_ref, m, at, call.plan.queries)
     store_numbers(l_ref, l, at, call.plan.queries)
     carry = Carry(inputs.edge, inputs.s)
-    a, read, exact = in_products(p, inputs.k, inputs.run, carry, y_ref.dtype)
+    a, read, latents = in_products(p, inputs.k, inputs.run, carry, y_ref.dtype)
     y = u + read + block.product(a + weights, inputs.v, y_ref.dtype)
     inputs.rows.store_values(y_ref, y)
-    exact_ref[0] = exact.astype(jnp.int32)
+    exact_ref[0] = latents.exact.astype(jnp.int32)
+    top_ref[0, :] = latents.top
 
 
 def _repair_kernel(*refs, call: Call, group: int):
@@ -132,25 +140,30 @@ def _outputs(arrays: Arrays, states: States, call: Call) -> tuple[Float[Array, "
         tokens = group * shape.chunk
         return [
             *[call.state_rows(tokens), shape.latent_rows(tokens), shape.shared_rows(tokens)],
-            *[shape.runs(tokens), shape.sums(group), shape.sums(group), shape.states(group)],
+            *[shape.runs(tokens), edges, edges, shape.states(group)],
             *[call.runs(), call.query_rows(), *call.key_rows()],
         ]
 
+    edges = shape.all_sums(shape.chunks + 1)
     inputs = *arrays[:4], *states, *arrays[4:]
     numbers = call.numbers_array()
     batch, length, heads = arrays.q.shape[:3]
     y_array = jax.ShapeDtypeStruct((batch, length, heads, shape.size), arrays.v.dtype)
-    y, exact, m, l = call.kernel(
+    y, exact, top, m, l = call.kernel(
         _outputs_kernel,
         "outputs",
         shape.grid(1),
         tiles.output_warps,
         tiles.window_stages,
         in_specs=specs(1),
-        out_specs=[shape.value_rows(shape.chunk), shape.flags(1), *[call.own_numbers()] * 2],
+        out_specs=[
+            *[shape.value_rows(shape.chunk), shape.flags(1), shape.sums(1)],
+            *[call.own_numbers()] * 2,
+        ],
         out_shape=[
             y_array,
             jax.ShapeDtypeStruct((batch, heads, shape.chunks), jnp.int32),
+            shape.sums_array(shape.chunks),
             *[numbers] * 2,
         ],
     )(*inputs)
@@ -167,7 +180,7 @@ def _outputs(arrays: Arrays, states: States, call: Call) -> tuple[Float[Array, "
         out_shape=y_array,
         input_output_aliases={len(inputs) + 1: 0},
     )(*inputs, exact, y)
-    return y, Kept(states, exact, m, l)
+    return y, Kept(gpu_forward.Kept(states, top, exact), m, l)
 
 
 def forward(
@@ -176,5 +189,6 @@ def forward(
     """y, the latents' state (m, l, s) after it, and what the backward pass needs."""
     latents = arrays.k, arrays.v, arrays.run
     groups, after = incoming(latents, state, call.shape, call.tiles, call.interpret)
-    y, kept = _outputs(arrays, _states(arrays, groups, call), call)
+    states = with_last(_states(arrays, groups, call), groups)
+    y, kept = _outputs(arrays, states, call)
     return y, after, kept
