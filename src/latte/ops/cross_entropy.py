@@ -18,13 +18,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from latte.ops.chunk import accumulator, products
+from latte.ops.dispatch import platform
 
-LOGITS_BUDGET = 2**26
-"""Most logits alive at a time (256 MiB of float32)."""
 
-ROWS = 512
-"""Tokens of a chunk, all rows together: enough to outweigh reading and writing the table's gradient
-once a chunk, few enough that the logits stay near the core (measured on CPUs)."""
+class _Most(NamedTuple):
+    """Limits of a chunk: tokens, all rows together, and logits alive at a time."""
+
+    rows: int
+    logits: int
+
+
+_MOST = {"cpu": _Most(512, 2**26)}
+"""On a CPU logits should stay near the core (measured)."""
+_MOST_ELSEWHERE = _Most(4096, 2**27)
+"""Half a gigabyte of float32. An accelerator is kept waiting by short products, and by the table's
+gradient, which is read and written once a chunk."""
 
 
 class CrossEntropy(NamedTuple):
@@ -61,7 +69,8 @@ class _Settings(NamedTuple):
 
 def chunk_length(batch: int, length: int, vocabulary: int) -> int:
     """Tokens of each row in a chunk: within the budget, at most half the row, evenly cut."""
-    rows = min(ROWS, LOGITS_BUDGET // vocabulary)
+    limits = _MOST.get(platform(), _MOST_ELSEWHERE)
+    rows = min(limits.rows, limits.logits // vocabulary)
     most = max(1, min(rows // batch, (length + 1) // 2))
     even = -(-length // -(-length // most))
     return min(most, -(-even // 8) * 8)
@@ -86,8 +95,8 @@ def cross_entropy(
         weights: 0 where nothing is to be predicted. No gradient reaches them.
         z_loss: weight of the squared log-normaliser.
         softcap: bounds logits to ±softcap by tanh; None leaves them as they are.
-        chunk: tokens of each row whose logits are alive at a time; None keeps to ROWS and
-            LOGITS_BUDGET, which know nothing of sharding: give it where many devices share B.
+        chunk: tokens of each row whose logits are alive at a time; None goes by the platform, and
+            knows nothing of sharding: give it where many devices share B.
     """
     batch, length, _ = hidden.shape
     if chunk is None:
