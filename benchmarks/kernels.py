@@ -1,6 +1,6 @@
 """Every op in every implementation, and its peers, on the same arrays: time, floor and error.
 
-    python benchmarks/kernels.py [--ops latte rg_lru] [--lengths 2048 8192] [--json FILE]
+    python benchmarks/kernels.py [--ops latte rg_lru] [--lengths 2048 8192] [--scan] [--json FILE]
     python benchmarks/kernels.py --plot times.png --lengths 1024 2048 … 131072
 
 32,768 tokens whatever the length, in bfloat16: Latte H16 N64 (and N16) D128, Macchiato the same
@@ -8,19 +8,27 @@ with a window of 128, RG-LRU W2048, attention H16 D128; the cross-entropy of wid
 words. "Step" is forward and backward. Every output and gradient is compared with the definition, in
 float32, before it is timed; what is printed is the largest error of them, norm over norm. Floors
 are the time that a copy takes for the arrays that must move, and a large product for the arithmetic
-of the definition, both timed in this process. cuDNN's attention runs beside.
+of the definition, both timed in this process. cuDNN's attention runs beside, flash-linear-attention
+where it is installed (`peers.py`), and with --scan Latte as the paper computes it, one token after
+another.
 """
 
 import argparse
+import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+# Before JAX takes its memory: the definitions want much, and torch some for the peers.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peers
 from jaxtyping import Array
 from timing import copy_rate, milliseconds, product_rate
 
@@ -29,6 +37,9 @@ from latte.environment import describe
 from latte.ops.macchiato import parts
 
 TOKENS, HEADS, SIZE, WINDOW, WIDTH = 32768, 16, 128, 128, 2048
+FLOPS = 4.0 * TOKENS * HEADS * SIZE
+"""Of all tokens for each latent, or each key: one product with values in, and one out."""
+IMPLS = ["xla", "pallas", "parts", "cudnn", "chunked", "plain"]
 TOLERANCE = 3e-2
 """Norm over norm, of bfloat16 against float32."""
 
@@ -90,14 +101,14 @@ def definition_at(length: int) -> str:
 def latte_cases(length: int, latents: int) -> Iterator[Case]:
     rows = TOKENS // length, length, HEADS
     arrays = random((*rows, latents), (*rows, latents), (*rows, SIZE))
-    flops = 4.0 * TOKENS * HEADS * latents * SIZE
-    yield from forms(f"latte N{latents}", length, arrays, flops, ops.latte, "xla", "pallas")
+    impls = "xla", "pallas", "reference"
+    yield from forms(f"latte N{latents}", length, arrays, FLOPS * latents, ops.latte, *impls)
 
 
 def macchiato_cases(length: int) -> Iterator[Case]:
     rows = TOKENS // length, length, HEADS
     arrays = random((*rows, 65), (*rows, 64), *[(*rows, SIZE)] * 3)
-    flops = 4.0 * TOKENS * HEADS * SIZE * (64 + WINDOW)
+    flops = FLOPS * (64 + WINDOW)
 
     def macchiato(impl: str) -> Callable:
         return lambda *arrays: ops.macchiato(*arrays, window=WINDOW, impl=impl)[0]
@@ -119,7 +130,7 @@ def rg_lru_cases(length: int) -> Iterator[Case]:
 
 def attention_cases(length: int, window: int | None) -> Iterator[Case]:
     arrays = random(*[(TOKENS // length, length, HEADS, SIZE)] * 3)
-    flops = 4.0 * TOKENS * HEADS * SIZE * (window or length / 2)
+    flops = FLOPS * (window or length / 2)
 
     def attention(impl: str) -> Callable:
         return lambda *arrays: ops.attention(*arrays, window=window, impl=impl)[0]
@@ -193,14 +204,18 @@ def moved(arrays: list[Array], y: Array, what: str) -> int:
     return inputs + y.nbytes if what == "forward" else 3 * inputs + 2 * y.nbytes
 
 
-def measure(case: Case, copied: float, multiplied: float, calls: int) -> Iterator[Row]:
-    """Checks a case against its definition, then times it."""
+def measure(
+    case: Case, defined: dict, copied: float, multiplied: float, calls: int
+) -> Iterator[Row]:
+    """Checks a case against its definition, then times it. `defined` holds what that gave."""
     y = jax.eval_shape(case.function, *case.arrays)
     cotangent = random(y.shape)[0].astype(y.dtype)
     given = [cotangent, *case.arrays]
     ours = {what: jax.jit(f).lower(*given).compile() for what, f in passes(case.function).items()}
-    wide = [a.astype(jnp.float32) for a in given]
-    error = largest_error(ours["step"](*given), jax.jit(passes(case.definition)["step"])(*wide))
+    if case.op not in defined:
+        wide = [a.astype(jnp.float32) for a in given]
+        defined[case.op] = jax.jit(passes(case.definition)["step"])(*wide)
+    error = largest_error(ours["step"](*given), defined[case.op])
     if not error < TOLERANCE:
         raise SystemExit(f"{case.op} {case.impl} T={case.length}: wrong by {error:.1e}")
     for what, function in ours.items():
@@ -215,6 +230,21 @@ def measure(case: Case, copied: float, multiplied: float, calls: int) -> Iterato
             product_ms=1e3 * case.flops * (1 if what == "forward" else 3) / multiplied,
             temp_bytes=memory.temp_size_in_bytes if memory else 0,
             error=error,
+        )
+
+
+def measure_peer(
+    peer: peers.Peer, length: int, flops: float, rates: tuple[float, float], calls: int
+) -> Iterator[Row]:
+    """The same for a kernel of another project; its memory is not known."""
+    error = peers.largest_error(peer)
+    if not error < TOLERANCE:
+        raise SystemExit(f"{peer.name} T={length}: wrong by {error:.1e}")
+    for what, ms, inputs, output in peers.times(peer, TOKENS // length, length, calls):
+        least = inputs + output if what == "forward" else 3 * inputs + 2 * output
+        product_ms = 1e3 * flops * (1 if what == "forward" else 3) / rates[1]
+        yield Row(
+            peer.op, peer.name, length, what, ms, 1e3 * least / rates[0], product_ms, 0, error
         )
 
 
@@ -248,29 +278,44 @@ def show(row: Row) -> None:
     )
 
 
+def measure_all(options: argparse.Namespace, copied: float, multiplied: float) -> Iterator[Row]:
+    others = peers.peers(HEADS, 64, SIZE, WIDTH) if peers.available() else {}
+    for length, name in itertools.product(options.lengths, options.ops):
+        defined: dict = {}
+        for case in CASES[name](length):
+            if case.impl in options.impls or (case.impl == "reference" and options.scan):
+                yield from measure(case, defined, copied, multiplied, options.calls)
+        if name in others:
+            flops = FLOPS * 64 if name == "latte" else 0.0
+            rates = copied, multiplied
+            yield from measure_peer(others[name], length, flops, rates, options.calls)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ops", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--impls", nargs="+", choices=IMPLS, default=IMPLS)
     parser.add_argument("--calls", type=int, default=10, help="calls that are timed together")
+    parser.add_argument("--scan", action="store_true", help="time Latte's recurrence too (minutes)")
     parser.add_argument("--plot", type=Path, help="draw the steps into this file")
     parser.add_argument("--json", type=Path, help="write figures, versions and device to this file")
     options = parser.parse_args()
     copied, multiplied, rows = copy_rate(options.calls), product_rate(options.calls), []
     print(f"copies at {copied / 1e9:.0f} GB/s, multiplies at {multiplied / 1e12:.0f} TFLOP/s")
-    for length in options.lengths:
-        for case in (case for name in options.ops for case in CASES[name](length)):
-            for row in measure(case, copied, multiplied, options.calls):
-                rows.append(row)
-                show(row)
-    if options.plot:
-        draw(rows, options.plot)
-    if options.json:
-        rates = {"copy_gb_per_second": copied / 1e9, "product_tflops": multiplied / 1e12}
-        found = {"environment": describe(), **rates, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    try:
+        for row in measure_all(options, copied, multiplied):
+            rows.append(row)
+            show(row)
+    finally:
+        if options.plot:
+            draw(rows, options.plot)
+        if options.json:
+            rates = {"copy_gb_per_second": copied / 1e9, "product_tflops": multiplied / 1e12}
+            found = {"environment": describe(), **rates, "rows": [asdict(row) for row in rows]}
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

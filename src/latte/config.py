@@ -79,7 +79,11 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of activations and matrix products; parameters, states and softmax sums are float32."""
     remat: Literal["none", "dots", "full"] = "full"
-    """What a block keeps for its backward pass: everything, matrix products, or its input only."""
+    """What a block keeps for its backward pass: everything, what matrix products and GPU kernels
+    gave, or its input only."""
+    unroll: bool = False
+    """Compile each block by itself, not one that is looped over: that takes so many times longer,
+    and what blocks keep is not copied into arrays of all blocks and out again (GPUs: 10%)."""
 
 
 @dataclass(frozen=True)

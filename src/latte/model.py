@@ -36,6 +36,7 @@ from latte.layers import (
 from latte.layers.linear import PRODUCT
 from latte.mesh import TOKENS, WHOLE, constrain, look_up, run_place, sum_losses
 from latte.ops.cross_entropy import CrossEntropy, cross_entropy
+from latte.ops.kept import KEPT
 from latte.ops.segments import EMPTY, number_runs, place
 
 _EMBEDDING_DEVIATION = 0.02
@@ -150,6 +151,7 @@ class Stack(eqx.Module):
 
     blocks: tuple[Block, ...]
     remat: str = eqx.field(static=True)
+    unroll: bool = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
         repeats = config.layers // len(config.pattern)
@@ -158,7 +160,7 @@ class Stack(eqx.Module):
             eqx.filter_vmap(partial(_make_block, name, config))(keys[i])
             for i, name in enumerate(config.pattern)
         )
-        self.remat = config.remat
+        self.remat, self.unroll = config.remat, config.unroll
 
     @property
     def repeats(self) -> int:
@@ -184,7 +186,7 @@ class Stack(eqx.Module):
                 after.append(state)
             return x, tuple(after)
 
-        return jax.lax.scan(self._kept(body), x, (arrays, states, keys))
+        return jax.lax.scan(self._kept(body), x, (arrays, states, keys), unroll=self.unroll)
 
     def _kept(self, body):
         """Chooses what a block keeps for its backward pass."""
@@ -192,9 +194,10 @@ class Stack(eqx.Module):
             return body
         policies = {
             "full": None,
-            "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+            "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, KEPT),
         }
-        return jax.checkpoint(body, policy=policies[self.remat])
+        # Inside a loop nothing can be mistaken for what was computed before.
+        return jax.checkpoint(body, policy=policies[self.remat], prevent_cse=self.unroll)
 
     def latents(
         self, x: Float[Array, "B T D"], place: Place

@@ -40,6 +40,7 @@ from latte.ops.attention.gpu_block import (
 )
 from latte.ops.attention.gpu_reach import Side, bounds
 from latte.ops.attention.scores import Score, Window
+from latte.ops.kept import keep
 
 
 @dataclass(frozen=True)
@@ -344,7 +345,7 @@ def _attention(
 def _attention_forward(
     q: Array, k: Array, v: Array, run_q: Array, run_k: Array, settings: _Settings
 ) -> tuple[Array, tuple]:
-    y, m, l = _forward(q, k, v, run_q, run_k, settings)
+    y, m, l = keep(_forward(q, k, v, run_q, run_k, settings))
     return y, ((q, k, v, run_q, run_k), y, m, l)
 
 

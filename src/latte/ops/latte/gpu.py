@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from latte.ops.kept import keep
 from latte.ops.latte.gpu_backward import backward
 from latte.ops.latte.gpu_block import Shape, Tiles
 from latte.ops.latte.gpu_forward import forward
@@ -40,7 +41,7 @@ def _latte(tiles: Tiles, interpret: bool, arrays: tuple, state: tuple) -> tuple:
 
 def _latte_forward(tiles: Tiles, interpret: bool, arrays: tuple, state: tuple) -> tuple:
     shape = _shape(arrays[1], arrays[2], tiles)
-    y, after, kept = forward(arrays, state, shape, tiles, True, interpret)
+    y, after, kept = keep(forward(arrays, state, shape, tiles, True, interpret))
     return (y, after), (arrays, kept, state[2], after[2])
 
 

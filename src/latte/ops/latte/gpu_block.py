@@ -44,7 +44,7 @@ class Tiles:
     output_warps: int = 4
     query_warps: int = 4
     key_warps: int = 4
-    stages: int = 2
+    stages: int = 3
     """Depth of the software pipeline of loops over chunks."""
     chain_latents: int = 16
     chain_values: int = 32

@@ -61,11 +61,12 @@ def with_last(chunks: States, groups: States) -> States:
 
 
 def group_size(shape: Shape, tiles: Tiles) -> int:
-    """Chunks of a group: about a thousand programs, where there is so much to do."""
+    """Chunks of a group: as many programs as an H100 or H200 runs at once, where there is so much
+    to do."""
     if tiles.group is not None:
         return tiles.group
     chunks = shape.batch * shape.heads * shape.chunks
-    return min(16, pl.next_power_of_2(max(1, chunks // 1024)))
+    return min(32, pl.next_power_of_2(max(1, chunks // 256)))
 
 
 def _gather_kernel(k_ref, v_ref, run_ref, m_ref, total_ref, s_ref, *, shape: Shape, group: int):

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from latte.ops.attention.gpu_block import Plan
 from latte.ops.attention.scores import Score, Window
+from latte.ops.kept import keep
 from latte.ops.latte.gpu_block import Shape
 from latte.ops.latte.state import LatteState
 from latte.ops.macchiato.gpu_backward import backward
@@ -31,7 +32,7 @@ def _macchiato(call: Call, arrays: Arrays, state: tuple) -> tuple:
 
 
 def _macchiato_forward(call: Call, arrays: Arrays, state: tuple) -> tuple:
-    y, after, kept = forward(arrays, state, call)
+    y, after, kept = keep(forward(arrays, state, call))
     return (y, after), (arrays, kept, state[2], after[2])
 
 

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
+from latte.ops.kept import keep
 from latte.ops.rg_lru import kernel
 from latte.ops.rg_lru.xla import linear_recurrence
 
@@ -203,7 +204,7 @@ def _part_starts(token, flags, sequences, exponent, h, grid, static, *, against=
 
 
 def _forward(x, r, i, lam, first, h, static):
-    hs, last = _outputs(x, r, i, lam, first, h, static)
+    hs, last = keep(_outputs(x, r, i, lam, first, h, static))
     return (hs, last), (x, r, i, lam, first, h, hs)
 
 
