@@ -83,7 +83,8 @@ class ModelConfig:
     gave, or its input only."""
     unroll: bool = False
     """Compile each block by itself, not one that is looped over: that takes so many times longer,
-    and what blocks keep is not copied into arrays of all blocks and out again (GPUs: 10%)."""
+    and what blocks keep is not copied into arrays of all blocks and out again (a tenth of a step on
+    a GPU)."""
 
 
 @dataclass(frozen=True)
