@@ -1,5 +1,7 @@
 """Latte and Macchiato against the paper's equations, and how states of Latte merge."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,12 +97,13 @@ def states(rng, kind, ids):
     ids = np.asarray(ids)
     arrays = [jnp.asarray(z) for z in make(rng, len(ids), kind)]
 
-    def state_of(part):
-        segments = jnp.asarray(np.stack([ids[part]] * 2))
-        return latte(*(z[:, part] for z in arrays), segment_ids=segments)[1]
+    @partial(jax.jit, static_argnums=(0, 1))
+    def state_of(first, last):
+        segments = jnp.asarray(np.stack([ids[first:last]] * 2))
+        return latte(*(z[:, first:last] for z in arrays), segment_ids=segments)[1]
 
-    parts = [state_of(slice(s, s + 7)) for s in range(0, len(ids), 7)]
-    return parts, state_of(slice(None))
+    parts = [state_of(s, s + 7) for s in range(0, len(ids), 7)]
+    return parts, state_of(0, len(ids))
 
 
 def sums(state: LatteState):

@@ -82,9 +82,8 @@ def check(of_one_device, pattern: str, mesh: str) -> None:
     np.testing.assert_allclose(spread, of_one_device(pattern), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["context", "mixed"])
-def test_losses_are_those_of_one_device(of_one_device, mesh):
-    check(of_one_device, "hybrid", mesh)
+def test_losses_are_those_of_one_device(of_one_device):
+    check(of_one_device, "hybrid", "mixed")
 
 
 @pytest.mark.slow
@@ -94,6 +93,7 @@ def test_losses_are_those_of_one_device_for_every_mixer(of_one_device, pattern, 
     check(of_one_device, pattern, mesh)
 
 
+@pytest.mark.slow
 def test_microbatches_are_shared_evenly():
     one = losses(config_of("hybrid", MeshConfig(), steps=3), 1)
     config = config_of("hybrid", MeshConfig(data=2, fsdp=2), steps=3, accumulate=2)

@@ -82,6 +82,7 @@ def test_a_rate_that_breaks_the_model_ends_the_run(tiny, tmp_path, capfd):
     assert "--optim.lr" in said
 
 
+@pytest.mark.slow
 def test_the_last_good_checkpoint_is_named_and_kept(tiny, tmp_path, capfd):
     """Gradients hardly above their mean count as spikes here, and a high rate makes them noisy."""
     settings = ["--optim.lr", "0.1", "--optim.spike", "1.0001", "--optim.max_skips", "1"]

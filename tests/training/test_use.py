@@ -67,6 +67,7 @@ def test_the_likeliest_text_needs_no_seed(whole, capfd):
     assert [record["text"] for record in records] == [one[4:-1]] * 2
 
 
+@pytest.mark.slow
 def test_text_comes_in_pieces_while_it_is_written(whole):
     pieces = list(generate_run(whole, ["the "], tokens=70, temperature=0.0))
     assert len([piece for piece in pieces if piece]) > 2
