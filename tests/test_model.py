@@ -120,6 +120,16 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
     assert products[0] < products[1] < products[2]
 
 
+def test_blocks_that_are_compiled_one_by_one_have_the_same_gradients():
+    looped, unrolled = (
+        jax.jit(jax.value_and_grad(lambda model: loss_of(model, jnp.ones(IDS.shape)).loss))(
+            make(dataclasses.replace(MODELS["latte"], remat="dots", unroll=unroll))
+        )
+        for unroll in (False, True)
+    )
+    helpers.assert_close(jax.tree.leaves(unrolled), jax.tree.leaves(looped), 1e-5)
+
+
 def test_depth_adds_no_computation_to_compile():
     equations = [
         str(jax.make_jaxpr(run)(shapes(config), TOKENS, IDS, None)).count(" = ")
