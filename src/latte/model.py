@@ -196,8 +196,7 @@ class Stack(eqx.Module):
             "full": None,
             "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, KEPT),
         }
-        # Inside a loop nothing can be mistaken for what was computed before.
-        return jax.checkpoint(body, policy=policies[self.remat], prevent_cse=self.unroll)
+        return jax.checkpoint(body, policy=policies[self.remat])
 
     def latents(
         self, x: Float[Array, "B T D"], place: Place

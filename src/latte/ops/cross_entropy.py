@@ -28,11 +28,11 @@ class _Most(NamedTuple):
     logits: int
 
 
-_MOST = {"cpu": _Most(512, 2**26)}
+_MOST = _Most(512, 2**26)
 """On a CPU logits should stay near the core (measured)."""
-_MOST_ELSEWHERE = _Most(4096, 2**27)
-"""Half a gigabyte of float32. An accelerator is kept waiting by short products, and by the table's
-gradient, which is read and written once a chunk."""
+_MOST_ON_GPU = _Most(4096, 2**27)
+"""Half a gigabyte of float32. A GPU is kept waiting by short products, and by the table's gradient,
+which is read and written once a chunk (measured)."""
 
 
 class CrossEntropy(NamedTuple):
@@ -69,7 +69,7 @@ class _Settings(NamedTuple):
 
 def chunk_length(batch: int, length: int, vocabulary: int) -> int:
     """Tokens of each row in a chunk: within the budget, at most half the row, evenly cut."""
-    limits = _MOST.get(platform(), _MOST_ELSEWHERE)
+    limits = _MOST_ON_GPU if platform() == "gpu" else _MOST
     rows = min(limits.rows, limits.logits // vocabulary)
     most = max(1, min(rows // batch, (length + 1) // 2))
     even = -(-length // -(-length // most))
