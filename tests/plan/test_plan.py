@@ -77,6 +77,19 @@ def test_a_plan_has_every_kernel_and_a_bound_below_the_peak(found):
     assert {axis for one in found.prediction.traffic for axis in one.axes} == {"fsdp"}
 
 
+@needs_compiler
+@pytest.mark.slow
+def test_copies_on_other_slices_share_their_gradients_over_the_network():
+    """Each of the four chips of a slice sends its quarter of them once, as two slices must."""
+    found = plan(small(MeshConfig(data=2, fsdp=4)), parse_topology(SLICE, 2))
+    assert found.prediction is not None
+    [sent] = [one for one in found.prediction.traffic if one.network]
+    assert (sent.kind, sent.axes) == ("all-reduce", ("data",))
+    # Some gradients are rounded to bfloat16 on the way; norms are whole on every chip.
+    assert 0.9 < sent.bytes / (4 * found.parameters / 4) < 1.05
+    assert found.prediction.time.network > 0
+
+
 def latte(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "latte", *arguments], capture_output=True, text=True
