@@ -31,7 +31,7 @@ from latte.errors import RunFailedError, UserError
 from latte.memory import keep_freed_pages
 from latte.mesh import check_rows, make_mesh, put_flag, put_rows, rows_here, shardings
 from latte.metrics import Metrics, NoMetrics, heldout_losses
-from latte.mirror import remote, send
+from latte.mirror import remote, send, shown
 from latte.model import LanguageModel
 from latte.monitor import Monitor
 from latte.replay import replay
@@ -274,7 +274,7 @@ class _Loop:
         if self._shows(done) and not evaluated:
             self._evaluate(done)  # what a kill came before
         if done == train.steps:
-            self.metrics.say(f"all {done} steps of {self.run_dir} are done")
+            self.metrics.say(f"all {done} steps of {shown(self.run_dir)} are done")
         here = rows_here(train.batch_size)
         step_function = jax.jit(
             partial(_heard_step, self.config),

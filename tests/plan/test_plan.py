@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -24,6 +25,7 @@ from latte.plan.build import (
     trace_step,
 )
 from latte.plan.chips import parse_topology
+from latte.plan.report import misfit
 from latte.plan.residuals import INPUT, saved_bytes
 from tests.plan.small import SLICE, as_overrides, needs_compiler, small, unrolled
 
@@ -109,6 +111,17 @@ def test_a_config_that_does_not_fit_says_by_how_much_and_what_would():
     assert said["fits"] is False
     assert said["memory"]["total"] > said["memory"]["room"] > 15 * 2**30
     assert said["mend"] in done.stderr
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_what_the_compiler_takes_can_still_be_too_much():
+    topology = parse_topology(SLICE)
+    tight = replace(topology.chip, reserved=topology.chip.memory - 2**23)
+    found = plan(small(), replace(topology, chip=tight))
+    assert not found.memory.fits
+    assert "0.01 GiB, " in misfit(found)
+    assert found.mend
 
 
 @pytest.mark.parametrize(

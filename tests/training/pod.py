@@ -16,7 +16,7 @@ DEVICES = 2
 """Of each process."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return bound.getsockname()[1]
@@ -62,11 +62,25 @@ class Pod:
                 process.wait()
 
 
-def start(tiny: Tiny, run_dir: Path, count: int, *settings: str, **own: list[str]) -> Pod:
-    """Begins a run of `count` processes; `own` gives settings of single ones, as p0=[…]."""
-    address, pod = f"127.0.0.1:{_free_port()}", Pod(run_dir)
+def start(
+    tiny: Tiny,
+    run_dir: Path,
+    count: int,
+    *settings: str,
+    apart: dict[str, str] | None = None,
+    **own: list[str],
+) -> Pod:
+    """Begins a run of `count` processes; `own` gives settings of single ones, as p0=[…].
+
+    With `apart`, more of the environment, each works in a folder of its own, as hosts do.
+    """
+    address, pod = f"127.0.0.1:{free_port()}", Pod(run_dir)
     for i in range(count):
+        folder = Path(f"{run_dir}.host{i}") if apart else None
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
         environment = {
+            **(apart or {}),
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_NUM_PROCESSES": str(count),
@@ -80,6 +94,7 @@ def start(tiny: Tiny, run_dir: Path, count: int, *settings: str, **own: list[str
                     stdout=out,
                     stderr=errors,
                     env=ENVIRONMENT | environment,
+                    cwd=folder,
                 )
             )
     return pod
