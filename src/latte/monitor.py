@@ -30,6 +30,7 @@ _LEAST_STALL = 5.0
 """Seconds below which no step is one: the host's own pauses are about a second."""
 _REMEMBERED = 101
 """Steps that the median is taken over."""
+_GONE = ", which coordinates the run, is gone"
 
 
 class Monitor:
@@ -47,6 +48,7 @@ class Monitor:
 
     def __enter__(self) -> "Monitor":
         self._thread.start()
+        processes.where_first_is_lost(lambda: self._end(processes.name(0) + _GONE))
         return self
 
     def __exit__(
@@ -84,9 +86,7 @@ class Monitor:
                 self._reached = time.monotonic()
             except Exception as error:  # Whatever the store of another process's host says.
                 if time.monotonic() - self._reached > self._patience:
-                    self._end(
-                        f"process 0, which coordinates the run, is gone ({_first_line(error)})"
-                    )
+                    self._end(f"{processes.name(0)}{_GONE} ({_first_line(error)})")
 
     def _beat(self, word: str) -> None:
         sign = {"word": word, "step": self._step, "time": time.time()}

@@ -5,9 +5,11 @@ JAX_NUM_PROCESSES and JAX_PROCESS_ID name them, or LATTE_PROCESSES=auto leaves i
 knows TPU pods, Slurm and others.
 """
 
+import ctypes
 import hashlib
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -23,6 +25,9 @@ from latte.errors import UserError
 
 _HASH = 8
 """Bytes of a hash that stands for a setting when processes compare theirs."""
+
+_hosts: dict[int, str] = {}
+"""Of each process that is known."""
 
 
 def start(patience: int) -> None:
@@ -82,10 +87,16 @@ def is_first() -> bool:
 
 
 def name(process: int | None = None) -> str:
-    """A process for a reader: its number and its host."""
+    """A process for a reader: its number and its host, as far as it is known."""
     process = index() if process is None else process
-    host = read(f"host/{process}") if count() > 1 else None
+    host = _hosts.get(process)
     return f"process {process}" + (f" on {host}" if host else "")
+
+
+def learn_names() -> None:
+    """Reads the hosts of all processes, so that they can be named without the store."""
+    if len(_hosts) < count():
+        _hosts.update({int(process): host for process, host in read_all("host").items()})
 
 
 def meet(place: str) -> None:
@@ -132,11 +143,6 @@ def read_all(folder: str) -> dict[str, str]:
     return {key.rpartition("/")[2]: value for key, value in found}
 
 
-def read(key: str) -> str | None:
-    folder, _, last = key.rpartition("/")
-    return read_all(folder).get(last)
-
-
 # --- the same program everywhere -----------------------------------------------------------------
 
 
@@ -150,6 +156,8 @@ def check_same(config: Config) -> None:
         return
     write(f"host/{index()}", socket.gethostname())
     versions = {"JAX": jax.__version__, "Python": sys.version.split()[0]}
+    meet("hosts")
+    learn_names()
     _compare({"code of latte": _code(), **versions})
     _compare({setting.key: repr(setting.value) for setting in settings(config)})
 
@@ -179,6 +187,43 @@ def _code() -> str:
 
 
 # --- the end -------------------------------------------------------------------------------------
+
+
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_handlers: list[Any] = []
+"""Of signals, in C: kept as long as the process."""
+
+
+def where_first_is_lost(do: Callable[[], None]) -> None:
+    """Has something done before JAX's client ends this process because the first one is gone.
+
+    The client does so as soon as the connection breaks, in a thread of its own and by abort(),
+    where Python runs no handler of signals and no other thread is heard; it knows no callback from
+    Python. So the handler is C's. An abort of another kind goes on as it would have.
+    """
+    if count() == 1 or is_first():
+        return
+
+    def handle(_: int) -> None:
+        if not _first_listens():
+            do()
+
+    _handlers.append(_Handler(handle))
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, _Handler], ctypes.c_void_p
+    libc.signal(signal.SIGABRT, _handlers[-1])
+
+
+def _first_listens() -> bool:
+    """Whether the store that all processes share can be connected to."""
+    from jax._src.distributed import global_state
+
+    host, _, port = str(global_state.coordinator_address).rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def leave(status: int, reason: str) -> None:

@@ -8,6 +8,7 @@ that goes on from one writes the same lines again, to the bit.
 import contextlib
 import shutil
 import signal
+import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
@@ -259,6 +260,7 @@ class _Loop:
         self.keep, self.monitor = keep, monitor
         self.late: deque[_Late] = deque()
         self.skipped, self.stopping = 0, False
+        self.waited: dict[str, float] = {}
         device = jax.devices()[0].device_kind
         self.speed = Speed(
             config.train.batch_size * config.train.sequence_length,
@@ -318,8 +320,10 @@ class _Loop:
                     "learning_rate": float(rate),
                     "skipped": int(skipped),
                     **self.speed.update(step),
+                    **self.waited,
                 },
             )
+            self.waited = {}
             self.skipped = int(skipped)
             if skipped:
                 self._note_skip(step, float(loss), float(grad_norm), int(skipped))
@@ -339,15 +343,20 @@ class _Loop:
         )
 
     def _save(self, step: int, even_if_skipped: bool) -> None:
-        """Saves, but not in a run of bad steps: their model would take the place of good ones."""
+        """Saves, but not in a run of bad steps: their model would take the place of good ones.
+
+        The next step reports how many seconds it had to wait for that.
+        """
         self.monitor.rest()
         self._read_reports(0)
         if self.skipped and not even_if_skipped:
             return
+        start = time.perf_counter()
         self.metrics.sync()
         if processes.is_first():
             send(self.run_dir)
         self.checkpoints.save(step, self.state._asdict())
+        self.waited = {"checkpoint_wait": time.perf_counter() - start}
         if step == self.config.train.steps:
             self.checkpoints.wait()
         self.speed.restart()

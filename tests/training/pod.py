@@ -32,7 +32,7 @@ class Pod:
     def error(self, process: int) -> str:
         return Path(f"{self.run_dir}.{process}.err").read_text()
 
-    def wait(self, process: int, seconds: float = 240) -> Done:
+    def wait(self, process: int, seconds: float = 600) -> Done:
         started = self.processes[process]
         started.wait(timeout=seconds)
         out = Path(f"{self.run_dir}.{process}.out").read_text()
@@ -44,7 +44,7 @@ class Pod:
 
     def wait_for_step(self, step: int) -> None:
         """Returns when a step is reported, which is some steps after it was taken."""
-        until = time.monotonic() + 240
+        until = time.monotonic() + 600
         path = self.run_dir / "metrics.jsonl"
         while not path.exists() or not any(r["step"] >= step for r in read_metrics(path)):
             ended = [p.returncode for p in self.processes if p.poll() is not None]

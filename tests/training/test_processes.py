@@ -101,11 +101,16 @@ def test_a_frozen_process_is_named_by_the_others(tiny, pods, tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_hangs_where_the_first_process_is_killed(tiny, pods, tmp_path):
+def test_the_first_process_is_named_too_when_it_is_killed(tiny, pods, tmp_path):
+    """With it JAX's own service is gone, and its client ends the others at once."""
     pod = pods(tiny, tmp_path / "run", 2, *ENDLESS, *PATIENCE)
     pod.wait_for_step(3)
     pod.send(0, signal.SIGKILL)
-    assert pod.wait(1, WITHIN).status != 0
+    done = pod.wait(1, WITHIN)
+    assert done.status == 1, done.err
+    last = done.err.splitlines()[-1]
+    assert last.startswith("latte: process 0 on ")
+    assert "is gone; process 1 on " in last
 
 
 @pytest.mark.slow

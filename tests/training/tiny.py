@@ -67,7 +67,7 @@ class Tiny:
     def train(self, run_dir: Path, *settings: str, **environment: str) -> "Done":
         """A whole run."""
         process = self.start(run_dir, *settings, **environment)
-        out, _ = process.communicate(timeout=300)
+        out, _ = process.communicate(timeout=600)
         return Done(process.returncode, out, run_dir.with_suffix(".err").read_text())
 
 
@@ -115,7 +115,7 @@ def same_run(one: Path, other: Path) -> None:
 
 def wait_for(process: subprocess.Popen, happened: Callable[[], bool]) -> None:
     """Returns when something happened, or the process has ended."""
-    until = time.monotonic() + 200
+    until = time.monotonic() + 600
     while not happened() and process.poll() is None:
         assert time.monotonic() < until
         time.sleep(0.002)
