@@ -26,6 +26,12 @@ from latte.errors import UserError
 _HASH = 8
 """Bytes of a hash that stands for a setting when processes compare theirs."""
 
+_LONG = 24 * 3600 * 1000
+"""Milliseconds that processes wait for each other: who is lost is found out otherwise."""
+
+_met: dict[str, int] = {}
+"""How often processes have come to a place."""
+
 _hosts: dict[int, str] = {}
 """Of each process that is known."""
 
@@ -100,9 +106,26 @@ def learn_names() -> None:
 
 
 def meet(place: str) -> None:
-    """Returns when all processes have come here."""
+    """Returns when all processes have come here, however long that takes some of them.
+
+    By the store, not by a collective: on the CPU those give up after half a minute.
+    """
     if count() > 1:
-        multihost_utils.sync_global_devices(place)
+        _met[place] = _met.get(place, 0) + 1
+        _service().wait_at_barrier(f"latte/{place}/{_met[place]}", _LONG)
+
+
+def compile_together(function: Any) -> Callable:
+    """What `jax.jit` gave, whose first run waits until all processes have compiled it."""
+    programs: list[Callable] = []
+
+    def run(*given: Any) -> Any:
+        if not programs:
+            programs.append(function.lower(*given).compile())
+            meet("compiled")
+        return programs[0](*given)
+
+    return run
 
 
 def first_says(value: bool) -> bool:

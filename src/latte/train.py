@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from latte import optim, processes
-from latte.checkpoint import Checkpoints, Keep
+from latte.checkpoint import Checkpoints, Keep, fingerprints
 from latte.config import Config
 from latte.cost import count_parameters, shapes, training_flops_per_token
 from latte.data.batch import Batch
@@ -230,15 +230,18 @@ class _Late(NamedTuple):
 
     step: int
     report: StepReport
+    batch: UInt32[Array, ""]
     stop: Bool[Array, ""]
 
 
 def _heard_step(
     config: Config, state: TrainState, batch: Batch, asked: Bool[Array, " devices"]
-) -> tuple[TrainState, tuple[StepReport, Bool[Array, ""]]]:
-    """A step that also hears whether any process was asked to stop."""
+) -> tuple[TrainState, tuple[StepReport, UInt32[Array, ""], Bool[Array, ""]]]:
+    """A step that also says which batch it saw, and whether any process was asked to stop."""
     state, report = train_step(config, state, batch)
-    return state, (report, jnp.any(asked))
+    sums = jnp.stack(fingerprints(list(batch)))
+    odd = 2 * jnp.arange(len(batch), dtype=jnp.uint32) + 1
+    return state, (report, jnp.sum(sums * odd, dtype=jnp.uint32), jnp.any(asked))
 
 
 class _Loop:
@@ -283,7 +286,7 @@ class _Loop:
             donate_argnums=0,
             out_shardings=(shardings(self.state), None),
         )
-        run_step = replay(step_function, train.replay_every)
+        run_step = replay(processes.compile_together(step_function), train.replay_every)
         for step in range(done + 1, train.steps + 1):
             batch = put_rows(next(batches), train.batch_size, here)
             self.state, heard = run_step(step, self.state, batch, put_flag(stop.asked))
@@ -309,7 +312,7 @@ class _Loop:
 
     def _read_reports(self, keep: int) -> None:
         while len(self.late) > keep:
-            step, report, stop = self.late.popleft()
+            step, report, batch, stop = self.late.popleft()
             loss, grad_norm, rate, skipped = jax.device_get(report)
             self.stopping |= bool(stop)
             self.metrics.log_step(
@@ -319,6 +322,7 @@ class _Loop:
                     "grad_norm": float(grad_norm),
                     "learning_rate": float(rate),
                     "skipped": int(skipped),
+                    "batch": f"{int(batch):08x}",
                     **self.speed.update(step),
                     **self.waited,
                 },

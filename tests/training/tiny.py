@@ -100,6 +100,12 @@ def losses(run_dir: Path) -> list[tuple[int, str]]:
     return [(r["step"], repr(r["loss"])) for r in records if "loss" in r]
 
 
+def batches(run_dir: Path) -> list[tuple[int, str]]:
+    """(step, hash of the global batch) of all lines of steps."""
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return [(r["step"], r["batch"]) for r in records if "loss" in r]
+
+
 def evaluations(run_dir: Path) -> list[dict]:
     return [r for r in read_metrics(run_dir / "metrics.jsonl") if "heldout_loss" in r]
 
@@ -109,6 +115,7 @@ def same_run(one: Path, other: Path) -> None:
     steps = [step for step, _ in losses(other)]
     assert steps == list(range(1, len(steps) + 1))
     assert losses(one) == losses(other)
+    assert batches(one) == batches(other)
     assert evaluations(one) == evaluations(other)
     assert (one / "samples.txt").read_text() == (other / "samples.txt").read_text()
 
