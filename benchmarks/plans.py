@@ -28,10 +28,11 @@ MORE = {
 SLICES = {
     "256 v5e": ("v5e:16x16", 1, 16),
     "2 × 256 v5e": ("v5e:16x16", 2, 16),
-    "128 v5p": ("v5p:4x4x8", 1, 8),
+    "64 v5p": ("v5p:4x4x4", 1, 4),
     "256 v6e": ("v6e:16x16", 1, 16),
 }
-"""Of the matrix: chips, how many slices, and devices that share the parameters, a side's."""
+"""Of the matrix: chips, how many slices, and devices that share the parameters, a side's. Google
+Cloud counts the cores of v5p, and calls its 64 chips v5p-128."""
 
 
 def commands() -> dict[str, list[str]]:

@@ -1,6 +1,7 @@
 """Latte-R-SWA++ of the 400M class, for one host of accelerators.
 
 latte train --config latte_400m --data.path TEXT
+launch/tpu.sh --config latte_400m --tpu v5litepod-16 --data.path TEXT
 
 24 layers, width 1,024, H 8, N 64, window 128, vocabulary 50,304, tied: 391.6M parameters.
 

@@ -1,6 +1,7 @@
 """Transformer++ of the size of latte_150m, to compare with.
 
 latte train --config transformer_150m --data.path TEXT
+launch/tpu.sh --config transformer_150m --tpu v5litepod-16 --data.path TEXT
 
 12 layers, width 768, H 8, FF 3,200, vocabulary 50,304, tied: 155.4M parameters.
 

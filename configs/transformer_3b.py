@@ -1,6 +1,7 @@
 """Transformer++ of the size of latte_3b, to compare with.
 
 latte train --config transformer_3b --data.path TEXT
+launch/tpu.sh --config transformer_3b --tpu v5litepod-256 --data.path TEXT
 
 30 layers, width 2,560, H 20, FF 7,808, vocabulary 32,768, tied: 2669.4M parameters.
 

@@ -1,6 +1,7 @@
 """Transformer++ of the size of latte_400m, to compare with.
 
 latte train --config transformer_400m --data.path TEXT
+launch/tpu.sh --config transformer_400m --tpu v5litepod-16 --data.path TEXT
 
 24 layers, width 1,024, H 8, FF 3,264, vocabulary 50,304, tied: 392.9M parameters.
 

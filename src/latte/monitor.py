@@ -114,6 +114,8 @@ class Monitor:
             if other == str(processes.index()):
                 continue
             said: dict[str, Any] = json.loads(sign)
+            if "lost" in said:
+                self._end(said["lost"])
             if "failed" in said:
                 self._end(f"{processes.name(int(other))} ended: {said['failed']}")
             before, since = self._heard.get(other, ("", now))
@@ -155,6 +157,8 @@ class Monitor:
             file=sys.stderr,
             flush=True,
         )
+        if processes.is_first():
+            processes.say_last({"lost": reason})
         os._exit(1)
 
 

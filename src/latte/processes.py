@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from latte.errors import UserError
 
 _HASH = 8
 """Bytes of a hash that stands for a setting when processes compare theirs."""
+
+_LINGER = 5.0
+"""Seconds in which the others, that look each second, have read the last sign of the first."""
 
 _LONG = 24 * 3600 * 1000
 """Milliseconds that processes wait for each other: who is lost is found out otherwise."""
@@ -256,7 +260,14 @@ def leave(status: int, reason: str) -> None:
     """
     if "jax" not in sys.modules or _service() is None:
         return
-    write(f"beat/{index()}", json.dumps({"failed": reason}))
+    say_last({"failed": reason})
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def say_last(sign: dict[str, str]) -> None:
+    """Leaves a sign for the others; the first process, with which all signs go, lets them read."""
+    write(f"beat/{index()}", json.dumps(sign))
+    if is_first() and count() > 1:
+        time.sleep(_LINGER)

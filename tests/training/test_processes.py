@@ -13,7 +13,7 @@ from tests.training.tiny import batches, losses
 ROWS = ("--train.steps", "40", "--train.sample_tokens", "0")
 ENDLESS = ("--train.steps", "1000000", "--train.eval_every", "1000000")
 PATIENCE = ("--train.patience", "6")
-WITHIN = 6 + 20
+WITHIN = 6 + 40
 """Seconds in which the others end: the patience, and the end itself on a busy machine."""
 MESHES = {
     "data": ("--mesh.data", "4"),
