@@ -37,24 +37,27 @@ Cloud counts the cores of v5p, and calls its 64 chips v5p-128."""
 
 def commands() -> dict[str, list[str]]:
     """The arguments of `latte` with which each config's docstring says that it was planned."""
-    found = {name: line.split() for name, line in MORE.items()}
+    found = {}
     for path in sorted(CONFIGS.glob("*.py")):
         doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         line = re.search(r"^latte (plan .*)$", doc, re.M)
         if line:
             found[path.stem] = line[1].split()
-    return found
+    return found | {name: line.split() for name, line in MORE.items()}
 
 
 def matrix() -> dict[tuple[str, str], list[str]]:
     """The arguments of `latte` for every config that has a plan, on every slice."""
-    found = {}
-    for config in sorted(set(commands()) - set(MORE)):
+    found, own = {}, commands()
+    for config in sorted(set(own) - set(MORE)):
         for name, (topology, slices, fsdp) in SLICES.items():
-            words = f"plan --config {config} --topology {topology}"
-            words += f" --slices {slices}" if slices > 1 else ""
-            words += " --train.batch_size 512 --train.accumulate 1"
-            found[config, name] = f"{words} --mesh.data 0 --mesh.fsdp {fsdp}".split()
+            words = f"plan --config {config} --topology {topology}".split()
+            if slices > 1:
+                words += ["--slices", str(slices)]
+            if words != own[config]:
+                rows = ["--train.batch_size", "512", "--train.accumulate", "1"]
+                words += [*rows, "--mesh.data", "0", "--mesh.fsdp", str(fsdp)]
+            found[config, name] = words
     return found
 
 

@@ -63,9 +63,10 @@ def test_it_fits_its_own_slice(name):
 
 @pytest.mark.parametrize(("name", "where"), PLANS.matrix())
 def test_it_compiles_for_every_slice(name, where):
-    topology, slices, fsdp = PLANS.SLICES[where]
-    words = f"--train.batch_size 512 --train.accumulate 1 --mesh.data 0 --mesh.fsdp {fsdp}"
-    config = validate(apply_overrides(load(name), words.split()))
+    topology, slices, _ = PLANS.SLICES[where]
+    words = PLANS.matrix()[name, where]
+    overrides = words[words.index("--train.batch_size") :] if "--train.batch_size" in words else []
+    config = validate(apply_overrides(load(name), overrides))
     found = planned(config, parse_topology(topology, slices))
     assert found.prediction is not None
     assert any(one.network for one in found.prediction.traffic) == (slices > 1)
