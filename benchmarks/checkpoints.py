@@ -39,7 +39,7 @@ def measure(every: int, overrides: list[str]) -> dict:
         train(config, run_dir)
         took = time.perf_counter() - start
         records = list(read_metrics(run_dir / "metrics.jsonl"))
-        kept = run_dir / "checkpoints" / str(every)
+        kept = run_dir / "checkpoints" / str(every * INTERVALS)
         size = sum(path.stat().st_size for path in kept.rglob("*") if path.is_file())
     waits = [r["checkpoint_wait"] for r in records if "checkpoint_wait" in r][1:]
     speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
