@@ -96,7 +96,8 @@ def test_nothing_is_lost(tiny, pods, tmp_path, request):
             if before is lose_shard:
                 assert "is damaged" in pod.error(0)
             before = disaster
-        tiny.train(run_dir, *settings).ok()
+        said = tiny.train(run_dir, *settings).ok().err
+        assert ("is damaged" in said) == (before is lose_shard)
         same_losses(run_dir, alone)
         steps = [step for step, _ in losses(run_dir)]
         assert all(b - a == 1 for a, b in pairwise(steps))
