@@ -15,7 +15,7 @@ _PARTS = {
 }
 
 
-def gib(size: float) -> str:
+def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
