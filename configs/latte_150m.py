@@ -1,6 +1,7 @@
 """Latte-R-SWA++ of the size of the paper's table 1.
 
 latte train --config latte_150m --data.path TEXT
+launch/tpu.sh --config latte_150m --tpu v5litepod-16 --data.path TEXT
 
 12 layers, width 768, H 8, N 16, window 128, vocabulary 50,304, tied: 156.1M parameters.
 

@@ -1,6 +1,7 @@
 """Latte-R-SWA++ of the 1B class, for a slice of 256 v5e chips.
 
 latte train --config latte_1b --data.path TEXT
+launch/tpu.sh --config latte_1b --tpu v5litepod-256 --data.path TEXT
 
 20 layers, width 2,048, H 16, N 64, window 128, vocabulary 32,768, tied: 1190.0M parameters.
 

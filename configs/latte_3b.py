@@ -1,6 +1,7 @@
 """Latte-R-SWA++ of the 3B class, for a slice of 256 v5e chips.
 
 latte train --config latte_3b --data.path TEXT
+launch/tpu.sh --config latte_3b --tpu v5litepod-256 --data.path TEXT
 
 30 layers, width 2,560, H 20, N 64, window 128, vocabulary 32,768, tied: 2681.1M parameters.
 

@@ -1,6 +1,7 @@
 """Transformer++ of the size of latte_1b, to compare with.
 
 latte train --config transformer_1b --data.path TEXT
+launch/tpu.sh --config transformer_1b --tpu v5litepod-256 --data.path TEXT
 
 20 layers, width 2,048, H 16, FF 6,400, vocabulary 32,768, tied: 1189.2M parameters.
 

@@ -19,6 +19,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 install_import_hook("latte", "beartype.beartype")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rounds", type=int, default=5, help="disasters of tests/training/test_survival.py"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "error",

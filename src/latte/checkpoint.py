@@ -117,8 +117,9 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits, and gives back threads."""
-        self.wait()
-        self._manager.close()
+        with self._writing():
+            self._manager.wait_until_finished()
+            self._manager.close()
 
     def steps(self) -> list[int]:
         """After which steps there are committed checkpoints, in order."""

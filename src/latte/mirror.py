@@ -56,6 +56,11 @@ def remote(run_dir: Path) -> str | None:
     return mark.read_text(encoding="utf-8") if mark.exists() else None
 
 
+def shown(run_dir: Path) -> str:
+    """A run directory as who started the run knows it."""
+    return remote(run_dir) or str(run_dir)
+
+
 def checkpoint_folder(run_dir: Path) -> str:
     """Where the checkpoints of a run are."""
     url = remote(run_dir)

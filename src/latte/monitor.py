@@ -2,9 +2,9 @@
 
 A thread of every process says each second that it lives, and reads what the others said. One that
 has been silent for `train.patience` seconds, or that said that it failed, is named and this process
-ends: in a step that waits for a lost device nothing else can. In the run directory the first
-process keeps `heartbeat.json`, and a process whose step takes ten times the usual writes
-`stacks-N.txt`.
+ends: in a step that waits for a lost device nothing else can. So it does where the first process,
+which keeps what they say, does not answer. In the run directory the first process keeps
+`heartbeat.json`, and a process whose step takes ten times the usual writes `stacks-N.txt`.
 """
 
 import contextlib
@@ -43,10 +43,16 @@ class Monitor:
         self._heard: dict[str, tuple[str, float]] = {}
         self._reached = time.monotonic()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
+        self._why = ""
+        self._threads = [
+            threading.Thread(target=do, name=f"monitor {do.__name__}", daemon=True)
+            for do in (self._watch, self._talk)
+        ]
 
     def __enter__(self) -> "Monitor":
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
+        processes.where_first_is_lost(self._end_without_first)
         return self
 
     def __exit__(
@@ -60,7 +66,8 @@ class Monitor:
             print(f"latte: {_first_line(error)}", file=sys.stderr, flush=True)
             time.sleep(2 * self._patience)
         self._ended.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join(self._patience)
         if error is None:
             self._beat("done")
 
@@ -78,15 +85,21 @@ class Monitor:
     def _watch(self) -> None:
         while not self._ended.wait(_EVERY):
             self._look_at_step()
+            if time.monotonic() - self._reached > self._patience and not processes.is_first():
+                self._end(
+                    f"{processes.name(0)}, which coordinates the run, has not answered for "
+                    f"{self._patience} s{self._why}"
+                )
+
+    def _talk(self) -> None:
+        """Apart from `_watch`, because a store whose process is frozen never answers."""
+        while not self._ended.wait(_EVERY):
             try:
                 self._beat("lives")
                 self._look_at_others()
                 self._reached = time.monotonic()
             except Exception as error:  # Whatever the store of another process's host says.
-                if time.monotonic() - self._reached > self._patience:
-                    self._end(
-                        f"process 0, which coordinates the run, is gone ({_first_line(error)})"
-                    )
+                self._why = f" ({_first_line(error)})"
 
     def _beat(self, word: str) -> None:
         sign = {"word": word, "step": self._step, "time": time.time()}
@@ -101,6 +114,8 @@ class Monitor:
             if other == str(processes.index()):
                 continue
             said: dict[str, Any] = json.loads(sign)
+            if "lost" in said:
+                self._end(said["lost"])
             if "failed" in said:
                 self._end(f"{processes.name(int(other))} ended: {said['failed']}")
             before, since = self._heard.get(other, ("", now))
@@ -132,6 +147,9 @@ class Monitor:
             flush=True,
         )
 
+    def _end_without_first(self) -> None:
+        self._end(f"{processes.name(0)}, which coordinates the run, is gone")
+
     def _end(self, reason: str) -> None:
         print(
             f"latte: {reason}; {processes.name()} stops, and the same command goes on from the "
@@ -139,6 +157,8 @@ class Monitor:
             file=sys.stderr,
             flush=True,
         )
+        if processes.is_first():
+            processes.say_last({"lost": reason})
         os._exit(1)
 
 

@@ -5,11 +5,14 @@ JAX_NUM_PROCESSES and JAX_PROCESS_ID name them, or LATTE_PROCESSES=auto leaves i
 knows TPU pods, Slurm and others.
 """
 
+import ctypes
 import hashlib
 import json
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,18 @@ from latte.errors import UserError
 
 _HASH = 8
 """Bytes of a hash that stands for a setting when processes compare theirs."""
+
+_LINGER = 5.0
+"""Seconds in which the others, that look each second, have read the last sign of the first."""
+
+_LONG = 24 * 3600 * 1000
+"""Milliseconds that processes wait for each other: who is lost is found out otherwise."""
+
+_met: dict[str, int] = {}
+"""How often processes have come to a place."""
+
+_hosts: dict[int, str] = {}
+"""Of each process that is known."""
 
 
 def start(patience: int) -> None:
@@ -82,16 +97,39 @@ def is_first() -> bool:
 
 
 def name(process: int | None = None) -> str:
-    """A process for a reader: its number and its host."""
+    """A process for a reader: its number and its host, as far as it is known."""
     process = index() if process is None else process
-    host = read(f"host/{process}") if count() > 1 else None
+    host = _hosts.get(process)
     return f"process {process}" + (f" on {host}" if host else "")
 
 
+def learn_names() -> None:
+    """Reads the hosts of all processes, so that they can be named without the store."""
+    if len(_hosts) < count():
+        _hosts.update({int(process): host for process, host in read_all("host").items()})
+
+
 def meet(place: str) -> None:
-    """Returns when all processes have come here."""
+    """Returns when all processes have come here, however long that takes some of them.
+
+    By the store, not by a collective: on the CPU those give up after half a minute.
+    """
     if count() > 1:
-        multihost_utils.sync_global_devices(place)
+        _met[place] = _met.get(place, 0) + 1
+        _service().wait_at_barrier(f"latte/{place}/{_met[place]}", _LONG)
+
+
+def compile_together(function: Any) -> Callable:
+    """What `jax.jit` gave, whose first run waits until all processes have compiled it."""
+    programs: list[Callable] = []
+
+    def run(*given: Any) -> Any:
+        if not programs:
+            programs.append(function.lower(*given).compile())
+            meet("compiled")
+        return programs[0](*given)
+
+    return run
 
 
 def first_says(value: bool) -> bool:
@@ -132,11 +170,6 @@ def read_all(folder: str) -> dict[str, str]:
     return {key.rpartition("/")[2]: value for key, value in found}
 
 
-def read(key: str) -> str | None:
-    folder, _, last = key.rpartition("/")
-    return read_all(folder).get(last)
-
-
 # --- the same program everywhere -----------------------------------------------------------------
 
 
@@ -150,6 +183,8 @@ def check_same(config: Config) -> None:
         return
     write(f"host/{index()}", socket.gethostname())
     versions = {"JAX": jax.__version__, "Python": sys.version.split()[0]}
+    meet("hosts")
+    learn_names()
     _compare({"code of latte": _code(), **versions})
     _compare({setting.key: repr(setting.value) for setting in settings(config)})
 
@@ -181,6 +216,43 @@ def _code() -> str:
 # --- the end -------------------------------------------------------------------------------------
 
 
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_handlers: list[Any] = []
+"""Of signals, in C: kept as long as the process."""
+
+
+def where_first_is_lost(do: Callable[[], None]) -> None:
+    """Has something done before JAX's client ends this process because the first one is gone.
+
+    The client does so as soon as the connection breaks, in a thread of its own and by abort(),
+    where Python runs no handler of signals and no other thread is heard; it knows no callback from
+    Python. So the handler is C's. An abort of another kind goes on as it would have.
+    """
+    if count() == 1 or is_first():
+        return
+
+    def handle(_: int) -> None:
+        if not _first_listens():
+            do()
+
+    _handlers.append(_Handler(handle))
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, _Handler], ctypes.c_void_p
+    libc.signal(signal.SIGABRT, _handlers[-1])
+
+
+def _first_listens() -> bool:
+    """Whether the store that all processes share can be connected to."""
+    from jax._src.distributed import global_state
+
+    host, _, port = str(global_state.coordinator_address).rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
 def leave(status: int, reason: str) -> None:
     """Ends this process at once where there are others, and tells them why; else does nothing.
 
@@ -188,7 +260,14 @@ def leave(status: int, reason: str) -> None:
     """
     if "jax" not in sys.modules or _service() is None:
         return
-    write(f"beat/{index()}", json.dumps({"failed": reason}))
+    say_last({"failed": reason})
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def say_last(sign: dict[str, str]) -> None:
+    """Leaves a sign for the others; the first process, with which all signs go, lets them read."""
+    write(f"beat/{index()}", json.dumps(sign))
+    if is_first() and count() > 1:
+        time.sleep(_LINGER)

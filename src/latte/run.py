@@ -28,7 +28,7 @@ from latte.data.tokenizer import Tokenizer, load_tokenizer
 from latte.errors import UserError
 from latte.memory import keep_freed_pages
 from latte.mesh import shardings
-from latte.mirror import checkpoint_folder
+from latte.mirror import checkpoint_folder, shown
 from latte.model import LanguageModel
 
 
@@ -92,7 +92,7 @@ def check_store(run_dir: Path, store: TokenStore) -> None:
     else:
         return
     raise UserError(
-        f"the {what} of {store.folder} is not the one that {run_dir} was trained with; "
+        f"the {what} of {store.folder} is not the one that {shown(run_dir)} was trained with; "
         "restore the corpus as it was, or train in another --run-dir"
     )
 
@@ -118,7 +118,7 @@ def open_run(run_dir: Path) -> tuple[Config, Tokenizer, LanguageModel, int]:
     tokenizer = load_tokenizer(run_dir)
     checkpoints = checkpoints_of(run_dir)
     if not checkpoints.steps():
-        raise UserError(f"{run_dir} has no checkpoint yet; train it for longer")
+        raise UserError(f"{shown(run_dir)} has no checkpoint yet; train it for longer")
     restored = checkpoints.restore({"model": place_like(shapes(config.model))})
     assert restored is not None
     items, step = restored

@@ -8,6 +8,7 @@ that goes on from one writes the same lines again, to the bit.
 import contextlib
 import shutil
 import signal
+import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
@@ -17,10 +18,10 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from latte import optim, processes
-from latte.checkpoint import Checkpoints, Keep
+from latte.checkpoint import Checkpoints, Keep, fingerprints
 from latte.config import Config
 from latte.cost import count_parameters, shapes, training_flops_per_token
 from latte.data.batch import Batch
@@ -31,7 +32,7 @@ from latte.errors import RunFailedError, UserError
 from latte.memory import keep_freed_pages
 from latte.mesh import check_rows, make_mesh, put_flag, put_rows, rows_here, shardings
 from latte.metrics import Metrics, NoMetrics, heldout_losses
-from latte.mirror import remote, send
+from latte.mirror import remote, send, shown
 from latte.model import LanguageModel
 from latte.monitor import Monitor
 from latte.replay import replay
@@ -229,15 +230,18 @@ class _Late(NamedTuple):
 
     step: int
     report: StepReport
+    batch: UInt32[Array, ""]
     stop: Bool[Array, ""]
 
 
 def _heard_step(
     config: Config, state: TrainState, batch: Batch, asked: Bool[Array, " devices"]
-) -> tuple[TrainState, tuple[StepReport, Bool[Array, ""]]]:
-    """A step that also hears whether any process was asked to stop."""
+) -> tuple[TrainState, tuple[StepReport, UInt32[Array, ""], Bool[Array, ""]]]:
+    """A step that also says which batch it saw, and whether any process was asked to stop."""
     state, report = train_step(config, state, batch)
-    return state, (report, jnp.any(asked))
+    sums = jnp.stack(fingerprints(list(batch)))
+    odd = 2 * jnp.arange(len(batch), dtype=jnp.uint32) + 1
+    return state, (report, jnp.sum(sums * odd, dtype=jnp.uint32), jnp.any(asked))
 
 
 class _Loop:
@@ -259,6 +263,7 @@ class _Loop:
         self.keep, self.monitor = keep, monitor
         self.late: deque[_Late] = deque()
         self.skipped, self.stopping = 0, False
+        self.waited: dict[str, float] = {}
         device = jax.devices()[0].device_kind
         self.speed = Speed(
             config.train.batch_size * config.train.sequence_length,
@@ -274,14 +279,14 @@ class _Loop:
         if self._shows(done) and not evaluated:
             self._evaluate(done)  # what a kill came before
         if done == train.steps:
-            self.metrics.say(f"all {done} steps of {self.run_dir} are done")
+            self.metrics.say(f"all {done} steps of {shown(self.run_dir)} are done")
         here = rows_here(train.batch_size)
         step_function = jax.jit(
             partial(_heard_step, self.config),
             donate_argnums=0,
             out_shardings=(shardings(self.state), None),
         )
-        run_step = replay(step_function, train.replay_every)
+        run_step = replay(processes.compile_together(step_function), train.replay_every)
         for step in range(done + 1, train.steps + 1):
             batch = put_rows(next(batches), train.batch_size, here)
             self.state, heard = run_step(step, self.state, batch, put_flag(stop.asked))
@@ -307,7 +312,7 @@ class _Loop:
 
     def _read_reports(self, keep: int) -> None:
         while len(self.late) > keep:
-            step, report, stop = self.late.popleft()
+            step, report, batch, stop = self.late.popleft()
             loss, grad_norm, rate, skipped = jax.device_get(report)
             self.stopping |= bool(stop)
             self.metrics.log_step(
@@ -317,9 +322,12 @@ class _Loop:
                     "grad_norm": float(grad_norm),
                     "learning_rate": float(rate),
                     "skipped": int(skipped),
+                    "batch": f"{int(batch):08x}",
                     **self.speed.update(step),
+                    **self.waited,
                 },
             )
+            self.waited = {}
             self.skipped = int(skipped)
             if skipped:
                 self._note_skip(step, float(loss), float(grad_norm), int(skipped))
@@ -339,15 +347,20 @@ class _Loop:
         )
 
     def _save(self, step: int, even_if_skipped: bool) -> None:
-        """Saves, but not in a run of bad steps: their model would take the place of good ones."""
+        """Saves, but not in a run of bad steps: their model would take the place of good ones.
+
+        The next step reports how many seconds it had to wait for that.
+        """
         self.monitor.rest()
         self._read_reports(0)
         if self.skipped and not even_if_skipped:
             return
+        start = time.perf_counter()
         self.metrics.sync()
         if processes.is_first():
             send(self.run_dir)
         self.checkpoints.save(step, self.state._asdict())
+        self.waited = {"checkpoint_wait": time.perf_counter() - start}
         if step == self.config.train.steps:
             self.checkpoints.wait()
         self.speed.restart()

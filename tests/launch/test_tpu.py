@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from latte.config import CONFIGS
 from tests.launch.stand_in import processes
 from tests.training.tiny import losses, same_run
 
@@ -444,6 +446,18 @@ def test_slices(launcher, tpu, topology, runtime):
     dry = launcher.run("--config", "latte_tiny", "--tpu", tpu, "--dry-run")
     assert f"--topology {topology}\n" in dry.stdout
     assert f"--runtime-version={runtime}" in dry.stdout
+
+
+@pytest.mark.parametrize("size", ["150m", "400m", "1b", "3b"])
+@pytest.mark.parametrize("model", ["latte", "transformer"])
+def test_a_config_names_the_slice_that_it_was_planned_on(launcher, model, size):
+    name = f"{model}_{size}"
+    dry = launcher.run("--config", name, "--dry-run")
+    planned = re.search(
+        r"^latte plan .* (--topology \S+)", (CONFIGS / f"{name}.py").read_text(), re.M
+    )
+    assert planned is not None
+    assert f"{planned[1]}\n" in dry.stdout
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -24,6 +25,7 @@ from latte.plan.build import (
     trace_step,
 )
 from latte.plan.chips import parse_topology
+from latte.plan.report import misfit
 from latte.plan.residuals import INPUT, saved_bytes
 from tests.plan.small import SLICE, as_overrides, needs_compiler, small, unrolled
 
@@ -77,6 +79,19 @@ def test_a_plan_has_every_kernel_and_a_bound_below_the_peak(found):
     assert {axis for one in found.prediction.traffic for axis in one.axes} == {"fsdp"}
 
 
+@needs_compiler
+@pytest.mark.slow
+def test_copies_on_other_slices_share_their_gradients_over_the_network():
+    """Each of the four chips of a slice sends its quarter of them once, as two slices must."""
+    found = plan(small(MeshConfig(data=2, fsdp=4)), parse_topology(SLICE, 2))
+    assert found.prediction is not None
+    [sent] = [one for one in found.prediction.traffic if one.network]
+    assert (sent.kind, sent.axes) == ("all-reduce", ("data",))
+    # Some gradients are rounded to bfloat16 on the way; norms are whole on every chip.
+    assert 0.9 < sent.bytes / (4 * found.parameters / 4) < 1.05
+    assert found.prediction.time.network > 0
+
+
 def latte(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "latte", *arguments], capture_output=True, text=True
@@ -96,6 +111,17 @@ def test_a_config_that_does_not_fit_says_by_how_much_and_what_would():
     assert said["fits"] is False
     assert said["memory"]["total"] > said["memory"]["room"] > 15 * 2**30
     assert said["mend"] in done.stderr
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_what_the_compiler_takes_can_still_be_too_much():
+    topology = parse_topology(SLICE)
+    tight = replace(topology.chip, reserved=topology.chip.memory - 2**23)
+    found = plan(small(), replace(topology, chip=tight))
+    assert not found.memory.fits
+    assert "0.01 GiB, " in misfit(found)
+    assert found.mend
 
 
 @pytest.mark.parametrize(

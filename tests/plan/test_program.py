@@ -47,9 +47,10 @@ ENTRY %main (x: f32[8,512]) -> f32[8,512] {
 SIZE = 8 * 512 * 4
 
 
-def layout() -> Layout:
-    places = [Place((x, y), 0) for x in range(2) for y in range(2)]
-    return Layout({"data": 2, "fsdp": 2}, places, parse_topology("v5e:2x2"))
+def layout(slices: int = 1) -> Layout:
+    places = [Place((x, y), i) for i in range(slices) for x in range(2) for y in range(2)]
+    axes = {"data": 2 * slices, "fsdp": 2}
+    return Layout(axes, places, parse_topology("v5e:2x2", slices))
 
 
 def test_trips_are_read_from_the_condition():
@@ -113,3 +114,52 @@ ENTRY %main (x: f32[8]) -> f32[16] {
     assert [(one.kind, one.axes, one.hidden) for _, one in found] == [
         ("all-gather", ("fsdp",), True)
     ]
+
+
+def transfers(kind: str, size: int) -> str:
+    """A program that begins a transfer between slices, multiplies, and waits for the result."""
+    about = f'frontend_attributes={{_xla_megascale_transfer_type="{kind}"}}'
+    return f"""ENTRY %main (x: f32[{size}], y: f32[8,512], w: f32[512,512]) -> f32[8,512] {{
+  %x = f32[{size}] parameter(0)
+  %y = f32[8,512] parameter(1)
+  %w = f32[512,512] parameter(2)
+  %token = token[] after-all()
+  %give = (f32[{size}], u32[], token[]) send(%x, %token), channel_id=1, {about}
+  %take = (f32[{size}], u32[], token[]) recv(%token), channel_id=2, {about}
+  %z = f32[8,512] convolution(%y, %w), dim_labels=bf_io->bf
+  %given = token[] send-done(%give), channel_id=1
+  %taken = (f32[{size}], token[]) recv-done(%take), channel_id=2
+  ROOT %end = f32[8,512] copy(%z)
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "slices", "share"),
+    [
+        ("ALL_REDUCE", 2, 1.0),
+        ("ALL_REDUCE", 4, 1.5),
+        ("REDUCE_SCATTER", 4, 0.75),
+        ("ALL_TO_ALL", 4, 0.75),
+        ("ALL_GATHER", 4, 3.0),
+        ("ONE_TO_ONE", 4, 1.0),
+    ],
+)
+def test_transfers_between_slices_cross_the_network(kind, slices, share):
+    """Of 4 MB, for which a chip's share of the network takes more time than the product."""
+    prediction = predict(Program(transfers(kind, 10**6)), layout(slices), lambda name: None)
+    [sent] = prediction.traffic
+    assert (sent.kind, sent.axes) == (kind.lower().replace("_", "-"), ("data",))
+    assert sent.network
+    assert sent.bytes == share * 4e6
+    assert sent.seconds == pytest.approx(sent.bytes / 3.125e9)
+    time = prediction.time
+    assert time.hidden == pytest.approx(time.matrix)
+    assert time.network == pytest.approx(sent.seconds - time.matrix)
+    assert time.interconnect == 0
+
+
+def test_a_small_transfer_is_over_before_its_result_is_needed():
+    time = predict(Program(transfers("ALL_REDUCE", 2)), layout(2), lambda name: None).time
+    assert time.network == 0
+    assert time.hidden > 0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.pod import Pod, start
 from tests.training.tiny import Tiny, make_tiny
 
 
@@ -22,3 +23,17 @@ def whole(tiny) -> Path:
     run_dir = tiny.folder / "whole"
     tiny.train(run_dir).ok()
     return run_dir
+
+
+@pytest.fixture
+def pods():
+    """Starts runs, and ends what is left of them."""
+    started: list[Pod] = []
+
+    def begin(*arguments, **own) -> Pod:
+        started.append(start(*arguments, **own))
+        return started[-1]
+
+    yield begin
+    for pod in started:
+        pod.end()

@@ -16,7 +16,7 @@ DEVICES = 2
 """Of each process."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return bound.getsockname()[1]
@@ -32,7 +32,7 @@ class Pod:
     def error(self, process: int) -> str:
         return Path(f"{self.run_dir}.{process}.err").read_text()
 
-    def wait(self, process: int, seconds: float = 240) -> Done:
+    def wait(self, process: int, seconds: float = 600) -> Done:
         started = self.processes[process]
         started.wait(timeout=seconds)
         out = Path(f"{self.run_dir}.{process}.out").read_text()
@@ -44,7 +44,7 @@ class Pod:
 
     def wait_for_step(self, step: int) -> None:
         """Returns when a step is reported, which is some steps after it was taken."""
-        until = time.monotonic() + 240
+        until = time.monotonic() + 600
         path = self.run_dir / "metrics.jsonl"
         while not path.exists() or not any(r["step"] >= step for r in read_metrics(path)):
             ended = [p.returncode for p in self.processes if p.poll() is not None]
@@ -62,11 +62,25 @@ class Pod:
                 process.wait()
 
 
-def start(tiny: Tiny, run_dir: Path, count: int, *settings: str, **own: list[str]) -> Pod:
-    """Begins a run of `count` processes; `own` gives settings of single ones, as p0=[…]."""
-    address, pod = f"127.0.0.1:{_free_port()}", Pod(run_dir)
+def start(
+    tiny: Tiny,
+    run_dir: Path,
+    count: int,
+    *settings: str,
+    apart: dict[str, str] | None = None,
+    **own: list[str],
+) -> Pod:
+    """Begins a run of `count` processes; `own` gives settings of single ones, as p0=[…].
+
+    With `apart`, more of the environment, each works in a folder of its own, as hosts do.
+    """
+    address, pod = f"127.0.0.1:{free_port()}", Pod(run_dir)
     for i in range(count):
+        folder = Path(f"{run_dir}.host{i}") if apart else None
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
         environment = {
+            **(apart or {}),
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_NUM_PROCESSES": str(count),
@@ -80,6 +94,7 @@ def start(tiny: Tiny, run_dir: Path, count: int, *settings: str, **own: list[str
                     stdout=out,
                     stderr=errors,
                     env=ENVIRONMENT | environment,
+                    cwd=folder,
                 )
             )
     return pod

@@ -1,7 +1,6 @@
 """Each mistake is one clear sentence on stderr and exit status 2, before anything is compiled."""
 
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import jax
 import pytest
 
 from latte.cli import main
+from tests.training.disk import fill, mounted
 from tests.training.tiny import ENVIRONMENT, Tiny
 
 
@@ -159,21 +159,8 @@ def test_a_run_without_a_checkpoint(tiny, begun, capfd):
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A disk of 4 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk is not allowed here")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def fill(place: Path, leave: int = 0) -> None:
-    """Takes all room on a disk but `leave` bytes."""
-    with (place / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while shutil.disk_usage(place).free > leave:
-            file.write(b"\0" * 4096)
+    with mounted(tmp_path / "disk", 4) as place:
+        yield place
 
 
 def test_a_disk_that_is_full_at_the_start(tiny, small_disk, capfd):

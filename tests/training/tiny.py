@@ -67,7 +67,7 @@ class Tiny:
     def train(self, run_dir: Path, *settings: str, **environment: str) -> "Done":
         """A whole run."""
         process = self.start(run_dir, *settings, **environment)
-        out, _ = process.communicate(timeout=300)
+        out, _ = process.communicate(timeout=600)
         return Done(process.returncode, out, run_dir.with_suffix(".err").read_text())
 
 
@@ -100,6 +100,12 @@ def losses(run_dir: Path) -> list[tuple[int, str]]:
     return [(r["step"], repr(r["loss"])) for r in records if "loss" in r]
 
 
+def batches(run_dir: Path) -> list[tuple[int, str]]:
+    """(step, hash of the global batch) of all lines of steps."""
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return [(r["step"], r["batch"]) for r in records if "loss" in r]
+
+
 def evaluations(run_dir: Path) -> list[dict]:
     return [r for r in read_metrics(run_dir / "metrics.jsonl") if "heldout_loss" in r]
 
@@ -109,13 +115,14 @@ def same_run(one: Path, other: Path) -> None:
     steps = [step for step, _ in losses(other)]
     assert steps == list(range(1, len(steps) + 1))
     assert losses(one) == losses(other)
+    assert batches(one) == batches(other)
     assert evaluations(one) == evaluations(other)
     assert (one / "samples.txt").read_text() == (other / "samples.txt").read_text()
 
 
 def wait_for(process: subprocess.Popen, happened: Callable[[], bool]) -> None:
     """Returns when something happened, or the process has ended."""
-    until = time.monotonic() + 200
+    until = time.monotonic() + 600
     while not happened() and process.poll() is None:
         assert time.monotonic() < until
         time.sleep(0.002)

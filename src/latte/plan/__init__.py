@@ -41,7 +41,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """A config on a slice. Without a prediction where it does not fit.
+    """A config on a slice. Without a prediction where the compiler refused it for memory.
 
     flops: of the model, a step, all devices. mend: what would make it fit, if it does not.
     """
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step; infinite where it does not fit."""
+        """Of a step; infinite where there is no prediction."""
         return self.prediction.time.total if self.prediction else float("inf")
 
     @property
@@ -89,14 +89,15 @@ def plan(config: Config, topology: Topology) -> Plan:
         folder = Path(made)
         facts = compile_apart(config, topology, folder)
         prediction = _predict(facts, topology, folder) if facts.memory else None
+    memory = _memory(facts, topology)
     return Plan(
         config=config,
         topology=topology,
         parameters=facts.parameters,
-        memory=_memory(facts, topology),
+        memory=memory,
         flops=facts.flops_per_token * config.train.batch_size * config.train.sequence_length,
         prediction=prediction,
-        mend="" if prediction else _mend(config, facts),
+        mend="" if memory.fits else _mend(config, facts, memory.room),
         compile_seconds=facts.compile_seconds,
     )
 
@@ -137,11 +138,11 @@ def _memory(facts: Facts, topology: Topology) -> Memory:
     return Memory(facts.parameter_bytes, facts.optimizer_bytes, saved, left, facts.needed, room)
 
 
-def _mend(config: Config, facts: Facts) -> str:
+def _mend(config: Config, facts: Facts, room: int) -> str:
     """The settings that would make a config fit, by what takes the memory."""
     state = facts.parameter_bytes + facts.optimizer_bytes
     train, mesh = config.train, config.mesh
-    if state > facts.room / 2:
+    if state > room / 2:
         return (
             f"parameters and optimizer take {state / 2**30:.2f} GiB of each device: spread them "
             f"over more with --mesh.fsdp {2 * mesh.fsdp} --mesh.data 0, or take a larger slice"
@@ -150,7 +151,7 @@ def _mend(config: Config, facts: Facts) -> str:
         return "keep only the blocks' inputs with --model.remat full"
     rows = train.batch_size // train.accumulate
     places = facts.axes["data"] * facts.axes["fsdp"]
-    wanted = ceil((facts.needed - state) / (facts.room - state))
+    wanted = ceil((facts.needed - state) / (room - state))
     counts = [n for n in range(1, rows // places + 1) if (rows // places) % n == 0 and n >= wanted]
     if counts and wanted > 1:
         return f"take smaller microbatches with --train.accumulate {train.accumulate * counts[0]}"

@@ -80,7 +80,10 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
     kind, _, shape = name.partition(":")
     if kind not in CHIPS:
         known = ", ".join(CHIPS)
-        raise UserError(f"there is no TPU {kind!r} in --topology {name}; there are {known}")
+        raise UserError(
+            f"there is no TPU {kind!r} in --topology {name}; there are {known}, and a slice is "
+            "written with its shape, as v5e:16x16 or v5p:4x4x4"
+        )
     chip = CHIPS[kind]
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") + 1 != chip.dimensions:
         example = "16x16" if chip.dimensions == 2 else "4x4x8"

@@ -3,8 +3,12 @@
 Ring algorithms: of n devices that share an array of S bytes, each sends (n − 1)/n · S to gather or
 scatter it, or to exchange parts of it, twice that to reduce it everywhere, and S to hand it on. A
 group that spans d dimensions of the torus uses all their links at once, two a dimension where it
-closes to a ring: 2d links of a v5e slice's full side. Between slices the same bytes cross the
-network, each chip with its share; what is inside comes before and after.
+closes to a ring: 2d links of a v5e slice's full side.
+
+Between slices there are no links. The compiler cuts what crosses them into collectives of one slice
+and transfers: a chip hands its part to its host (`send`), the hosts of all slices do what the
+transfer says with it over the network, and the chip gets the result back (`recv`). The rings' rules
+hold for these too, each chip with its share of its host's network.
 """
 
 import re
@@ -26,6 +30,7 @@ KINDS = (
     "ragged-all-to-all",
     "collective-permute",
 )
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 @dataclass(frozen=True)
@@ -62,15 +67,17 @@ class Layout:
             found += 0 if span == 1 else 2 if closed else 1
         return max(found, 1)
 
-    def slices(self, group: list[int]) -> int:
-        return len({self.places[member].slice for member in group})
+    def twins(self) -> list[int]:
+        """The first device of each slice."""
+        first = {place.slice: at for at, place in reversed(list(enumerate(self.places)))}
+        return sorted(first.values())
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: what each device sends, and the time at the links' published bandwidth.
+    """One collective: what each device sends, and the time at the published bandwidth.
 
-    hidden: the compiler lets it run beside other work.
+    hidden: the compiler lets it run beside other work. network: it is between slices.
     """
 
     kind: str
@@ -78,6 +85,7 @@ class Collective:
     bytes: int
     seconds: float
     hidden: bool
+    network: bool = False
 
 
 def collectives_of(
@@ -91,6 +99,9 @@ def collectives_of(
     seen: dict[str, tuple[Instruction, Instruction, bool]] = {}
     steps: dict[str, int] = {}
     for outer in computation.instructions.values():
+        if outer.opcode == "send" and _TRANSFER.search(outer.rest):
+            yield outer, _transfer(outer, layout)
+            continue
         wrapped = outer.opcode in ("fusion", "async-start")
         parts = [part for _, part in program.within(outer)] if wrapped else [outer]
         scattered = wrapped and (outer.inner or "").startswith("all-reduce-scatter")
@@ -109,7 +120,7 @@ def _price(part: Instruction, layout: Layout, scattered: bool, hidden: bool) -> 
     kind = part.opcode.removesuffix("-start")
     if kind == "collective-permute":
         return _permute(part, layout, hidden)
-    group = first_group(part, prod(layout.axes.values()))
+    group = first_group(part, len(layout.places) // layout.topology.slices)
     n = len(group)
     sizes = [array.bytes for array in part.arrays]
     whole = max(sizes) if part.opcode == "all-gather-start" else sum(sizes)
@@ -119,12 +130,7 @@ def _price(part: Instruction, layout: Layout, scattered: bool, hidden: bool) -> 
         kind = "reduce-scatter"
     rounds = 2 if kind == "all-reduce" else 1
     sent = round(rounds * whole * (n - 1) / n)
-    slices, chip = layout.slices(group), layout.topology.chip
-    inside = n // slices
-    seconds = rounds * whole * (inside - 1) / inside / (layout.links(group) * chip.link)
-    if slices > 1:
-        # Every chip of a slice takes its share of the array over the network.
-        seconds += rounds * whole / inside * (slices - 1) / slices / chip.network
+    seconds = sent / (layout.links(group) * layout.topology.chip.link)
     return Collective(kind, layout.axes_of(group), sent, seconds, hidden)
 
 
@@ -132,10 +138,21 @@ def _permute(part: Instruction, layout: Layout, hidden: bool) -> Collective:
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}?", part.rest)
     ends = list(map(int, re.findall(r"\d+", pairs[1]))) if pairs else [0, 0]
     size = part.arrays[0].bytes
-    group = ends[:2]
+    seconds = size / layout.topology.chip.link
+    return Collective("collective-permute", layout.axes_of(ends[:2]), size, seconds, hidden)
+
+
+def _transfer(send: Instruction, layout: Layout) -> Collective:
+    """Of what a chip hands over; each slice's chip in the same place has its part too."""
+    named = _TRANSFER.search(send.rest)
+    kind = named[1].lower().replace("_", "-") if named else ""
+    n, size = layout.topology.slices, send.arrays[0].bytes
+    rounds = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "one-to-one": 1}
+    sent = round(rounds.get(kind, (n - 1) / n) * size)
     chip = layout.topology.chip
-    bandwidth = chip.network if layout.slices(group) > 1 else chip.link
-    return Collective("collective-permute", layout.axes_of(group), size, size / bandwidth, hidden)
+    # Devices of one chip share its part of the network.
+    seconds = chip.devices * sent / chip.network
+    return Collective(kind, layout.axes_of(layout.twins()), sent, seconds, False, network=True)
 
 
 # --- who takes part --------------------------------------------------------------------------

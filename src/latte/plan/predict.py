@@ -4,10 +4,14 @@ Every instruction takes the largest of three times: its products' arithmetic at 
 what it reads and writes of the HBM at its bandwidth, and the bundles of its schedule at the clock
 (loops in it weighted by their trips). Instructions of one device run one after another. Beside them
 run copies that the compiler starts ahead, and collectives that it hides: of a loop's body they
-count as far as they exceed the rest of it. Other collectives are waited for. So a step is
+count as far as they exceed the rest of it. Other collectives are waited for. Transfers between
+slices take the network one after another, each from the instruction that begins it, and are waited
+for where the program needs the result, if it is not there yet (loops in between are not counted as
+time to hide in). So a step is
 
     Σ over loop bodies, trips × (Σ matrix + Σ kernels + Σ memory + Σ collectives waited for
-                                 + excess of copies + excess of hidden collectives)
+                                 + excess of copies + excess of hidden collectives
+                                 + waits for the network)
 
 where an instruction with a product is of the matrix units, a Pallas kernel is a kernel, and the
 rest is memory. Nothing is added for the host, stragglers, or waits inside a kernel, so the MFU that
@@ -28,7 +32,7 @@ the peak.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from latte.plan.chips import Chip
 from latte.plan.collectives import KINDS, Collective, Layout, collectives_of
@@ -49,6 +53,10 @@ _STILL = {
     "after-all",
     "partition-id",
     "replica-id",
+    "send",
+    "send-done",
+    "recv",
+    "recv-done",
     *(f"{kind}-done" for kind in KINDS),
 }
 _AHEAD = {"copy-start", "slice-start"}
@@ -56,17 +64,21 @@ _AHEAD = {"copy-start", "slice-start"}
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step and what they are made of; `hidden` is not in the total."""
+    """Seconds of a step and what they are made of; `hidden` is not in the total.
+
+    interconnect: inside a slice. network: between slices. hidden: of both.
+    """
 
     matrix: float = 0.0
     kernels: float = 0.0
     memory: float = 0.0
     interconnect: float = 0.0
+    network: float = 0.0
     hidden: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matrix + self.kernels + self.memory + self.interconnect
+        return self.matrix + self.kernels + self.memory + self.interconnect + self.network
 
     def plus(self, other: "StepTime", times: int) -> "StepTime":
         return StepTime(
@@ -95,6 +107,7 @@ class Traffic:
     bytes: int
     seconds: float
     hidden: bool
+    network: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,21 +157,22 @@ def predict(program: Program, layout: Layout, schedule: Schedule) -> Prediction:
     traffic: dict[tuple, Traffic] = {}
     for visit in program.visits():
         each = list(costs(program, visit, chip, schedule))
-        sent = [c for _, c in collectives_of(program, visit.computation, layout)]
+        sent = list(collectives_of(program, visit.computation, layout))
         total = total.plus(_time(program, visit, chip, each, sent), visit.times)
         flops += visit.times * sum(cost.flops for cost in each)
         for cost in each:
             if cost.part == "kernels":
                 name = cost.name.rstrip("0123456789.")
                 kernels[name] = kernels.get(name, 0.0) + visit.times * cost.seconds
-        for one in sent:
+        for _, one in sent:
             _add(traffic, one, visit.times)
     return Prediction(total, flops, list(traffic.values()), kernels)
 
 
-def _time(
-    program: Program, visit: Visit, chip: Chip, each: list[Cost], sent: list[Collective]
-) -> StepTime:
+_Sent = list[tuple[Instruction, Collective]]
+
+
+def _time(program: Program, visit: Visit, chip: Chip, each: list[Cost], sent: _Sent) -> StepTime:
     """One run of a computation, what it calls left out."""
     parts = {"matrix": 0.0, "kernels": 0.0, "memory": 0.0}
     for cost in each:
@@ -168,20 +182,44 @@ def _time(
     moved = chip.devices * (ahead + sum(cost.bytes for cost in each)) / chip.bandwidth
     parts["memory"] += max(0.0, moved - sum(parts.values()))
     busy = sum(parts.values())
-    hidden = sum((c.seconds for c in sent if c.hidden), 0.0)
-    waited = sum((c.seconds for c in sent if not c.hidden), 0.0)
+    inside = [c for _, c in sent if not c.network]
+    hidden = sum((c.seconds for c in inside if c.hidden), 0.0)
+    waited = sum((c.seconds for c in inside if not c.hidden), 0.0)
+    network, beside = _waits(visit, each, sent)
     return StepTime(
-        **parts, interconnect=waited + max(0.0, hidden - busy), hidden=min(hidden, busy)
+        **parts,
+        interconnect=waited + max(0.0, hidden - busy),
+        network=network,
+        hidden=min(hidden, busy) + beside,
     )
 
 
+def _waits(visit: Visit, each: list[Cost], sent: _Sent) -> tuple[float, float]:
+    """Seconds of transfers between slices in which a device waits, and in which it does not."""
+    took = {cost.name: cost.seconds for cost in each}
+    took |= {i.name: c.seconds for i, c in sent if not (c.network or c.hidden)}
+    transfers = {i.name: c.seconds for i, c in sent if c.network}
+    instructions = visit.computation.instructions
+    now = free = waited = 0.0
+    ends: dict[str, float] = {}
+    for instruction in instructions.values():
+        if instruction.name in transfers:
+            free = max(now, free) + transfers[instruction.name]
+            ends[instruction.operands[-1]] = free
+        elif instruction.opcode == "recv-done":
+            # Both ends of a transfer come after one token.
+            token = instructions[instruction.operands[0]].operands[-1]
+            late = max(0.0, ends.get(token, now) - now)
+            waited, now = waited + late, now + late
+        now += took.get(instruction.name, 0.0)
+    return waited, max(0.0, sum(transfers.values()) - waited)
+
+
 def _add(traffic: dict[tuple, Traffic], one: Collective, times: int) -> None:
-    key = one.kind, one.axes, one.hidden
-    before = traffic.get(key, Traffic(one.kind, one.axes, 0, 0.0, one.hidden))
-    traffic[key] = Traffic(
-        one.kind,
-        one.axes,
-        before.bytes + times * one.bytes,
-        before.seconds + times * one.seconds,
-        one.hidden,
+    key = one.kind, one.axes, one.hidden, one.network
+    before = traffic.get(key, Traffic(one.kind, one.axes, 0, 0.0, one.hidden, one.network))
+    traffic[key] = replace(
+        before,
+        bytes=before.bytes + times * one.bytes,
+        seconds=before.seconds + times * one.seconds,
     )

@@ -11,10 +11,11 @@ _PARTS = {
     "kernels": "kernels",
     "memory": "memory",
     "interconnect": "interconnect",
+    "network": "network between slices",
 }
 
 
-def gib(size: float) -> str:
+def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
@@ -65,6 +66,7 @@ def held_down_by(plan: Plan) -> dict[str, float]:
         "kernels": time.kernels - max(0.0, model - products),
         "memory": time.memory,
         "interconnect": time.interconnect,
+        "network between slices": time.network,
     }
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return {"model": plan.mfu} | {name: share / plan.seconds for name, share in ordered}
@@ -131,7 +133,7 @@ def _step(plan: Plan) -> list[str]:
         if name == "kernels":
             each = sorted(plan.prediction.kernels.items(), key=lambda item: -item[1])
             lines += [f"    {kernel:40}{1e3 * seconds:8.1f} ms" for kernel, seconds in each]
-    return [*lines, f"  (interconnect that other work hides: {1e3 * time.hidden:.1f} ms)"]
+    return [*lines, f"  (sent while other work runs: {1e3 * time.hidden:.1f} ms)"]
 
 
 def _collectives(plan: Plan) -> list[str]:
@@ -141,7 +143,7 @@ def _collectives(plan: Plan) -> list[str]:
         axes = " × ".join(one.axes) or "none"
         lines.append(
             f"  {one.kind:20}  {axes:16}{one.bytes / 1e9:10.3f} GB {1e3 * one.seconds:8.1f} ms"
-            f"{', hidden' if one.hidden else ''}"
+            f"{', hidden' if one.hidden else ''}{', between slices' if one.network else ''}"
         )
     return lines
 
