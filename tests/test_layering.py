@@ -18,7 +18,7 @@ FLOORS = [
     {"checkpoint", "cost", "plots", "monitor"},
     {"run", "replay"},
     {"train", "evaluate", "generate", "report", "plan", "hf", "scaling"},
-    {"cli"},
+    {"cli", "data_cli"},
     {"__main__", "__init__"},
 ]
 
