@@ -63,7 +63,10 @@ def find_corpus(config: DataConfig) -> Corpus:
     module = _load(config.corpus)
     takes_root = bool(inspect.signature(module.sources).parameters)
     if config.path and not takes_root:
-        corpus = Corpus(config.path, _sorted(config.path, _scan(config.path)))
+        found = _sorted(config.path, _scan(config.path))
+        if all(source.heldout for source in found):  # then their names say nothing
+            found = [source._replace(heldout=False) for source in found]
+        corpus = Corpus(config.path, found)
     else:
         root = (config.path or module.ROOT).rstrip("/") if takes_root else ""
         found = module.sources(root) if takes_root else module.sources()

@@ -11,7 +11,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from latte.data.place import walk
 from latte.errors import UserError
@@ -27,7 +27,20 @@ _TIMEOUT = 60
 """Seconds of silence after which a connection counts as broken."""
 
 
-def open_bytes(path: str) -> IO[bytes]:
+@runtime_checkable
+class ByteStream(Protocol):
+    """A file as far as it is read from its beginning to its end."""
+
+    def read(self, size: int = -1, /) -> bytes: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> Any: ...
+
+
+def open_bytes(path: str) -> ByteStream:
     """Opens a file by its path, or by an http(s)://, gs:// or s3:// URL.
 
     Raises:

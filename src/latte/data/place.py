@@ -61,7 +61,9 @@ class Place:
             return {"driver": "gcs", "bucket": self._parts.netloc, "path": path}
         endpoint = os.environ.get("AWS_ENDPOINT_URL")
         region = os.environ.get("AWS_REGION", os.environ.get("AWS_DEFAULT_REGION", "us-east-1"))
-        other = {"endpoint": endpoint, "aws_region": region} if endpoint else {}
+        other: dict[str, Any] = {"endpoint": endpoint, "aws_region": region} if endpoint else {}
+        if "AWS_ACCESS_KEY_ID" in os.environ:  # then it need not look, and complain, elsewhere
+            other["aws_credentials"] = {"type": "environment"}
         return {"driver": "s3", "bucket": self._parts.netloc, "path": path, **other}
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
@@ -146,9 +148,15 @@ class Place:
     def _parts(self) -> urllib.parse.SplitResult:
         return urllib.parse.urlsplit(self.url)
 
-    @property
+    @cached_property
     def _files(self) -> ts.KvStore:
         return ts.KvStore.open(self.spec()).result()
+
+    def __getstate__(self) -> str:
+        return self.url
+
+    def __setstate__(self, url: str) -> None:
+        object.__setattr__(self, "url", url)
 
     def _unreachable(self, verb: str, error: Exception) -> UserError:
         words = " ".join(str(error).split())[:200]

@@ -9,11 +9,11 @@ import io
 import json
 import zlib
 from collections.abc import Collection, Iterator
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import zstandard
 
-from latte.data.fetch import open_bytes
+from latte.data.fetch import ByteStream, open_bytes
 from latte.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -44,7 +44,7 @@ class Bad(NamedTuple):
 class Read(io.RawIOBase):
     """A file as it is read, which tells of all bytes that pass."""
 
-    def __init__(self, file: IO[bytes], note):
+    def __init__(self, file: ByteStream, note):
         self._file, self._note = file, note
 
     def readable(self) -> bool:
@@ -92,12 +92,12 @@ class _Broken(NamedTuple):
     reason: str
 
 
-def _plain(raw: IO[bytes]) -> Iterator[bytes | _Broken]:
+def _plain(raw: ByteStream) -> Iterator[bytes | _Broken]:
     while block := raw.read(_BLOCK):
         yield block
 
 
-def _gzip(raw: IO[bytes]) -> Iterator[bytes | _Broken]:
+def _gzip(raw: ByteStream) -> Iterator[bytes | _Broken]:
     try:
         yield from _plain(gzip.GzipFile(fileobj=raw))  # pyright: ignore[reportArgumentType]
     except EOFError:
@@ -106,7 +106,7 @@ def _gzip(raw: IO[bytes]) -> Iterator[bytes | _Broken]:
         yield _Broken(f"the gzip file is damaged ({error})")
 
 
-def _zstd(raw: IO[bytes]) -> Iterator[bytes | _Broken]:
+def _zstd(raw: ByteStream) -> Iterator[bytes | _Broken]:
     """All frames of a file; the reader of the library would take a cut one for whole."""
     # A frame may look back 2 GB at most: what is made for disks asks for far less.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
@@ -202,7 +202,7 @@ def _subset(meta: Any) -> str | None:
     return names[0] if isinstance(names[0], str) and names[0] else None
 
 
-def _parquet(file: IO[bytes], note, known: Collection[str]) -> Iterator[Record | Bad]:
+def _parquet(file: ByteStream, note, known: Collection[str]) -> Iterator[Record | Bad]:
     try:
         import pyarrow
         import pyarrow.parquet
