@@ -14,8 +14,14 @@ from latte.config import Config, read_run_config, validate
 from latte.errors import UserError
 from latte.values import parse_mixture
 
-_SHORT = {"tokenizer": "data.tokenizer", "skip_bad": "data.skip_bad"}
+_SHORT = {
+    "tokenizer": "data.tokenizer",
+    "vocab": "data.tokenizer_vocab",
+    "skip_bad": "data.skip_bad",
+}
 """Options that stand for settings."""
+_LARGEST = 1 << 18
+"""Pieces of a vocabulary at most."""
 
 
 def _prepare(parser: Parser, argv: list[str]) -> int:
@@ -53,18 +59,18 @@ def _prepare(parser: Parser, argv: list[str]) -> int:
 
 def _tokenizer(parser: Parser, argv: list[str]) -> int:
     parser.add_argument("--out", metavar="FILE", help="the .model file to write")
-    parser.add_argument("--vocab", type=int, default=32_000, help="pieces (%(default)s)")
     parser.add_argument(
         "--kind", choices=("bpe", "unigram"), default="bpe", help="kind of model (%(default)s)"
     )
     add_json(parser)
-    options, config = _of_corpus(parser, argv, "skip_bad")
+    options, config = _of_corpus(parser, argv, "vocab", "skip_bad")
     if config is None:
         return 0
     if options.out is None or not options.out.endswith(".model"):
         raise UserError("--out is missing or no .model file; give one, such as mine.model")
-    if not 1 <= options.vocab <= 1 << 18:
-        raise UserError(f"--vocab is {options.vocab}, but it must be between 1 and {1 << 18}")
+    vocab = config.data.tokenizer_vocab
+    if vocab > _LARGEST:
+        raise UserError(f"--vocab is {vocab}, but it must be at most {_LARGEST}")
     from latte.data.inputs import find_inputs
     from latte.data.progress import show_progress
     from latte.data.sample import training_texts
@@ -74,7 +80,7 @@ def _tokenizer(parser: Parser, argv: list[str]) -> int:
         found = find_inputs(config.data, report)
         stages = parse_mixture(config.data.mixture) or [(0, dict(found.corpus.weights))]
         texts, characters = training_texts(found, stages[0][1], report)
-        made = train_sentencepiece(texts, characters, options.vocab, options.kind)
+        made = train_sentencepiece(texts, characters, vocab, options.kind)
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     Path(options.out).write_bytes(made.files()["tokenizer.model"])
     values = {"tokenizer": options.out, "vocab_size": made.vocab_size}

@@ -36,9 +36,9 @@ def test_prepare_and_tokenizer_go_by_a_corpus(tmp_path, capsys):
     corpus = ["--corpus", str(tmp_path / "corpus")]
     model = str(tmp_path / "deep/mine.model")
     for kind in ("bpe", "unigram"):
-        arguments = ["--vocab", "330", "--kind", kind, "--out", model, "--json"]
+        arguments = ["--vocab", "400", "--kind", kind, "--out", model, "--json"]
         made = json.loads(run(capsys, "tokenizer", *corpus, *arguments))
-        assert made["vocab_size"] == 330
+        assert made["vocab_size"] == 400
     out = str(tmp_path / "out")
     said = json.loads(run(capsys, "prepare", *corpus, "--tokenizer", model, "--out", out, "--json"))
     assert said["train_documents"] + said["heldout_documents"] == len(source)
@@ -119,7 +119,7 @@ def test_show_names_the_file_of_a_text(tmp_path, capsys):
         ("prepare --corpus stdlib --workers 2", "need --out"),
         ("prepare --corpus /none/such --tokenizer bytes", "/none/such is neither a file nor"),
         ("tokenizer --corpus stdlib", "--out is missing"),
-        ("tokenizer --corpus stdlib --out x.model --vocab 300000", "between 1 and 262144"),
+        ("tokenizer --corpus stdlib --out x.model --vocab 300000", "must be at most 262144"),
         ("verify ftp://a/b", "is no place that is known"),
         ("stats /none/such --full", "unknown argument '--full'"),
     ],
