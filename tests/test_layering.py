@@ -22,7 +22,7 @@ FLOORS = [
     {"__main__", "__init__"},
 ]
 
-STORAGE = {"tensorstore", "orbax", "fsspec", "grain"}
+STORAGE = {"tensorstore", "orbax", "fsspec", "grain", "pyarrow", "ray"}
 STANDARD = set(sys.stdlib_module_names)
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import subprocess
@@ -307,11 +308,17 @@ def test_one_two_and_eight_workers_make_the_same_store(tmp_path):
     assert made[0] == made[1] == made[2]
 
 
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""What the processes of the test's own cluster know each other by."""
+
+
 def ray(*arguments: str) -> subprocess.Popen:
     """A node of a Ray cluster, in a process group of its own."""
     command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus", "1"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([*command, *arguments], start_new_session=True, **quiet)
+    return subprocess.Popen(
+        [*command, *arguments], start_new_session=True, env=os.environ | TOKEN, **quiet
+    )
 
 
 @pytest.mark.slow
@@ -326,10 +333,11 @@ def test_a_cluster_that_loses_a_node_makes_the_same_store(tmp_path):
     nodes += [ray("--address", address) for _ in range(2)]
     time.sleep(8)
     try:
-        process = start(tmp_path / "corpus", tmp_path / "out", "--ray", address)
+        process = start(tmp_path / "corpus", tmp_path / "out", "--ray", address, **TOKEN)
         shards = tmp_path / "out/shards"
         until = time.monotonic() + 120
-        while len(list(shards.glob("*"))) < 6 and time.monotonic() < until:
+        while len(list(shards.glob("*"))) < 6 and process.poll() is None:
+            assert time.monotonic() < until
             time.sleep(0.05)
         assert process.poll() is None, process.communicate()
         os.killpg(nodes[1].pid, signal.SIGKILL)

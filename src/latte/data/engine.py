@@ -107,6 +107,7 @@ def _task(known: tuple[Work, np.ndarray], number: int, item: Input) -> tuple | s
 def _start(engine: Engine) -> Any:
     try:
         import ray
+        import ray.exceptions
     except ImportError as error:
         raise UserError(
             "several workers need Ray: pip install 'latte-lm[prepare]', or take --workers 1"
@@ -123,10 +124,10 @@ def _start(engine: Engine) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         words = " ".join(str(error).split())[:200]
         raise UserError(
-            f"no Ray cluster at {engine.address or 'this machine'} ({words}): correct --ray, or "
-            "start one with `ray start --head`"
+            f"no Ray cluster at {engine.address or 'this machine'} ({words}): correct --ray, start "
+            "one with `ray start --head`, or set RAY_AUTH_TOKEN to its token"
         ) from error
     return ray

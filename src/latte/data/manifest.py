@@ -231,24 +231,23 @@ def read_file(place: Place, manifest: Manifest, name: str) -> bytes:
       UserError: it is missing, truncated or corrupt.
     """
     content = place.read(name)
-    check_file(place, name, manifest.files[name], content)
+    found = None if content is None else (len(content), hashlib.sha256(content).hexdigest())
+    check_file(place, name, manifest.files[name], found)
     assert content is not None
     return content
 
 
-def check_file(place: Place, name: str, record: FileRecord, content: bytes | None) -> None:
-    """Refuses a file that is not what it was.
+def check_file(place: Place, name: str, record: FileRecord, found: tuple[int, str] | None) -> None:
+    """Refuses a file that is not what it was, by its size and SHA-256, or None where it is not.
 
     Raises:
       UserError: it is missing, truncated or corrupt.
     """
-    if content is None:
+    if found is None:
         raise UserError(f"{place}/{name} is missing: {mend(place)}")
-    if len(content) != record.bytes:
-        raise UserError(
-            f"{place}/{name} has {len(content)} bytes, not {record.bytes}: {mend(place)}"
-        )
-    if hashlib.sha256(content).hexdigest() != record.sha256:
+    if found[0] != record.bytes:
+        raise UserError(f"{place}/{name} has {found[0]} bytes, not {record.bytes}: {mend(place)}")
+    if found[1] != record.sha256:
         raise UserError(f"{place}/{name} is corrupt (its checksum differs): {mend(place)}")
 
 

@@ -4,6 +4,7 @@ Local folders, gs:// and s3:// all go through tensorstore, so that the arrays of
 files beside them are found in one way. `AWS_ENDPOINT_URL` names an S3 server other than Amazon's.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -78,6 +79,20 @@ class Place:
         except (ValueError, OSError) as error:
             raise self._unreachable("read", error) from error
         return bytes(found.value) if found.state == "value" else None
+
+    def digest(self, name: str) -> tuple[int, str] | None:
+        """The size and SHA-256 of a file; None where there is no such file.
+
+        Raises:
+          UserError: the place cannot be read.
+        """
+        if self.is_local and (self.folder / name).is_file():
+            with (self.folder / name).open("rb") as file:
+                return os.fstat(file.fileno()).st_size, hashlib.file_digest(
+                    file, "sha256"
+                ).hexdigest()
+        content = self.read(name)
+        return None if content is None else (len(content), hashlib.sha256(content).hexdigest())
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file, whole or not at all.

@@ -35,9 +35,9 @@ from latte.data.tokenizer import Tokenizer, read_tokenizer
 from latte.data.verify import verify
 from latte.errors import UserError
 
-_CACHE = 256 << 20
+_CACHE = 192 << 20
 """Bytes of chunks kept in memory."""
-_OPEN = 4096
+_OPEN = 1024
 """Shards that are kept open."""
 _CHECKED = 1 << 30
 """Bytes of a store on this machine that is checked whole each time that it is opened."""

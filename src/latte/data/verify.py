@@ -48,7 +48,7 @@ def verify(
     def check(item: tuple[str, FileRecord]) -> int:
         name, file = item
         if full or not place.size_is(name, file.bytes):
-            check_file(place, name, file, place.read(name))
+            check_file(place, name, file, place.digest(name))
         return file.bytes
 
     with ThreadPoolExecutor(_THREADS) as pool:
