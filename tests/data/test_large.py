@@ -18,7 +18,7 @@ SHARDS = 59_166
 SETS = ("ArXiv", "Book", "C4", "CommonCrawl", "Github", "StackExchange", "Wikipedia")
 
 PROGRAM = """
-import json, resource, sys, time
+import json, re, sys, time
 from latte.config import DataConfig
 from latte.data.loader import Loader
 from latte.data.store import TokenStore
@@ -32,7 +32,7 @@ begun = time.perf_counter()
 for _ in range(200):
     next(batches)
 speed = 200 * 64 * 4096 / (time.perf_counter() - begun)
-memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+memory = int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) * 1024
 print(json.dumps({"first": first, "speed": speed, "memory": memory}))
 """
 

@@ -1,7 +1,9 @@
 """Who makes the shards: this process, or Ray on all cores of this machine or of a cluster."""
 
+import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -65,34 +67,43 @@ def _with_ray(
     heldout: UInt64[np.ndarray, " n"],
     progress: Callable[[int], None],
 ) -> Made:
-    ray = _start(engine)
-    try:
-        # A task whose machine is lost is done again elsewhere, as often as it takes.
-        task = ray.remote(max_retries=-1)(_task)
-        known = ray.put(
-            (
-                Work(job.place, job.tokenizer.files(), job.share, job.known, job.skip_bad),
-                heldout,
-            )
-        )
-        left = iter(todo)
-        waiting: set[Any] = set()
-        while True:
-            room = _AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
-            while len(waiting) < room and (following := next(left, None)):
-                waiting.add(task.remote(known, *following))
-            if not waiting:
-                return
-            done, _ = ray.wait(list(waiting), num_returns=1)
-            waiting.difference_update(done)
-            for result in ray.get(done):
-                if isinstance(result, str):
-                    raise UserError(result)
-                number, record = result
-                progress(sum(source.bytes for source in record.sources))
-                yield number, record
-    finally:
-        ray.shutdown()
+    # Ray prints what happens to its machines, and stdout is for a program to read.
+    with contextlib.redirect_stdout(sys.stderr):
+        ray = _start(engine)
+        try:
+            yield from _submit(ray, job, todo, heldout, progress)
+        finally:
+            ray.shutdown()
+
+
+def _submit(
+    ray: Any,
+    job: Job,
+    todo: Todo,
+    heldout: UInt64[np.ndarray, " n"],
+    progress: Callable[[int], None],
+) -> Made:
+    """Gives Ray a few tasks more than it has cores, until all are done."""
+    # A task whose machine is lost is done again elsewhere, as often as it takes.
+    task = ray.remote(max_retries=-1)(_task)
+    work = Work(job.place, job.tokenizer.files(), job.share, job.known, job.skip_bad)
+    known = ray.put((work, heldout))
+    left = iter(todo)
+    waiting: set[Any] = set()
+    while True:
+        room = _AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
+        while len(waiting) < room and (following := next(left, None)):
+            waiting.add(task.remote(known, *following))
+        if not waiting:
+            return
+        done, _ = ray.wait(list(waiting), num_returns=1)
+        waiting.difference_update(done)
+        for result in ray.get(done):
+            if isinstance(result, str):
+                raise UserError(result)
+            number, record = result
+            progress(sum(source.bytes for source in record.sources))
+            yield number, record
 
 
 def _task(known: tuple[Work, np.ndarray], number: int, item: Input) -> tuple | str:
