@@ -254,6 +254,27 @@ def test_a_flipped_bit_is_found_by_the_checksums_and_by_reading(config, tmp_path
         [stream.read(np.arange(0, len(stream), 50), 50) for stream in store.split("train")]
 
 
+def test_a_disk_that_fills_leaves_no_store(config, corpus, tmp_path):
+    for i in range(4, 8):
+        write(corpus / f"train/{i}.jsonl.zst", books(500, first=i * 1000))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is refused")
+    try:
+        with pytest.raises(UserError, match=r"No space left on device.*--out"):
+            prepare_at(config, str(disk / "out"), ALONE)
+        with pytest.raises(UserError, match=r"manifest\.json is missing"):
+            TokenStore.open(disk / "out")
+        subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
+        prepare_at(config, str(disk / "out"), ALONE)
+        prepare_at(config, str(tmp_path / "other"), ALONE)
+        assert digest(disk / "out") == digest(tmp_path / "other")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 COMMAND = [sys.executable, "-m", "latte", "data", "prepare", "--tokenizer", "sentencepiece"]
 COMMAND += ["--data.tokenizer_vocab", "300", "--json"]
 

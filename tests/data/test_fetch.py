@@ -1,6 +1,7 @@
 """Files from web servers and object stores: whole, checked, and as they are on a disk."""
 
 import hashlib
+import json
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from latte.data.prepare import prepare, prepare_at
 from latte.data.verify import verify
 from latte.errors import UserError
 from tests.data.recordfiles import books, pack
-from tests.data.servers import object_store, serve, web_server
+from tests.data.servers import Handler, object_store, serve, web_server
 
 CONTENT = bytes(range(256)) * 4000
 
@@ -66,6 +67,34 @@ def test_a_file_that_is_not_what_was_published_is_refused(tmp_path):
         with pytest.raises(UserError, match=r"train/03\.jsonl\.zst is not what was published"):
             prepare_at(config, str(tmp_path / "out"), Engine(workers=1))
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_data_set_of_the_hub_is_listed_with_its_checksums(tmp_path):
+    """Of the hub's interface what is asked: the files of a folder of a revision."""
+    content = pack("a.jsonl.zst", books(50))
+    digest = hashlib.sha256(content).hexdigest()
+    large = {"oid": digest, "size": len(content), "pointerSize": 130}
+    tree = [
+        {"type": "directory", "path": "deep/train", "oid": "0"},
+        {"type": "file", "path": "deep/train/a.jsonl.zst", "size": 1, "oid": "1", "lfs": large},
+        {"type": "file", "path": "deep/README.md", "size": 1, "oid": "2"},
+    ]
+
+    class Hub(Handler):
+        def do_GET(self) -> None:
+            path, _, _ = self.path.partition("?")
+            if path == "/api/datasets/some/text/tree/main/deep":
+                return self.answer(200, json.dumps(tree).encode(), Content_Type="application/json")
+            if path == "/datasets/some/text/resolve/main/deep/train/a.jsonl.zst":
+                return self.send_file(content)
+            return self.answer(404)
+
+    with serve(Hub) as url:
+        place = f"{url}/datasets/some/text/resolve/main/deep"
+        assert list_files(place) == {"train/a.jsonl.zst": digest, "README.md": ""}
+        source = find_corpus(DataConfig(path=f"{place}/train/a.jsonl.zst")).sources[0]
+        with open_bytes(str(source.path)) as file:
+            assert file.read() == content
 
 
 @pytest.fixture

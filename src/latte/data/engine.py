@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import UInt64
 
+from latte.data.place import disk_error
 from latte.data.shard import ShardRecord
 from latte.data.task import Input, Job, Work, make_shard, unpack
 from latte.errors import UserError
@@ -113,6 +114,11 @@ def _task(known: tuple[Work, np.ndarray], number: int, item: Input) -> tuple | s
         return number, make_shard(unpack(work), number, item, heldout)
     except UserError as error:
         return str(error)
+    except (OSError, ValueError) as error:
+        code = disk_error(error)
+        if code is None:
+            raise
+        return f"cannot write to {work.place} ({os.strerror(code)}): free some space, or see --out"
 
 
 def _start(engine: Engine) -> Any:

@@ -93,11 +93,17 @@ def list_files(place: str) -> dict[str, str]:
 
 def _list_hub(host: str, name: str, revision: str, folder: str) -> dict[str, str]:
     import huggingface_hub
+    import huggingface_hub.errors
 
     tree = huggingface_hub.HfApi(endpoint=host).list_repo_tree(
         name, folder.strip("/"), recursive=True, revision=revision, repo_type="dataset"
     )
-    files = (item for item in tree if isinstance(item, huggingface_hub.RepoFile))
+    try:
+        files = [item for item in tree if isinstance(item, huggingface_hub.RepoFile)]
+    except huggingface_hub.errors.HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code == 404:
+            return {}  # no folder: a lone file, or a mistake that opening it will tell
+        raise
     return {
         os.path.relpath(file.path, folder.strip("/") or "."): file.lfs.sha256 if file.lfs else ""
         for file in files
