@@ -174,6 +174,8 @@ def _show(parser: Parser, argv: list[str]) -> int:
             f"{piece.document}, tokens {piece.start} to {piece.start + piece.tokens}"
         )
         print(piece.text)
+    epochs = loader.epochs(options.step - 1).items()
+    print(f"--- epochs before: {', '.join(f'{name} {count:.3f}' for name, count in epochs)}")
     return 0
 
 

@@ -134,9 +134,7 @@ def _keep_tokenizer(place: Place, make: Callable[[], Tokenizer]) -> Tokenizer:
 def _make_missing(job: Job, engine: Engine, report: Progress) -> None:
     """Makes the shards that are not there: those of held-out files first, so that no copy of one
     of their documents is trained on."""
-    if job.place.is_local:
-        for partial in job.place.folder.glob(f"{PARTIAL}*"):
-            shutil.rmtree(partial, ignore_errors=True)
+    _remove_partial(job.place)
     names = job.place.names("shards")
     done = {int(name.split("/")[1]) for name in names if name.endswith(f"/{RECORD}")}
     sizes = {i: size_of_input(item) for i, item in enumerate(job.inputs) if i not in done}
@@ -153,6 +151,14 @@ def _make_missing(job: Job, engine: Engine, report: Progress) -> None:
         if heldout:
             some = [read_hashes(job.place, i) for i, _ in todo]
             hashes = np.unique(np.concatenate([hashes, *some]))
+    _remove_partial(job.place)
+
+
+def _remove_partial(place: Place) -> None:
+    """Removes what tasks that were killed, here or on other machines, had begun."""
+    if place.is_local:
+        for partial in place.folder.glob(f"{PARTIAL}*"):
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _read_shards(job: Job) -> list[ShardRecord]:

@@ -15,7 +15,7 @@ from latte.data.shard import ShardRecord
 from latte.data.task import Input, Job, Work, make_shard, unpack
 from latte.errors import UserError
 
-SMALL = 256 << 20
+SMALL = 64 << 20
 """Bytes of a corpus up to which this process does it faster than Ray starts."""
 _AHEAD = 2
 """Tasks a core that Ray is given before it has done the earlier ones."""

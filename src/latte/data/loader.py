@@ -48,7 +48,8 @@ class Loader:
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self):
-        self.mixture  # noqa: B018  What is wrong is said now, and not in a thread.
+        # What is wrong is said now, and not in a thread.
+        _ = self.packed, self.mixture
 
     @cached_property
     def streams(self) -> list[TokenStream]:

@@ -23,7 +23,9 @@ DEFAULT_SUBSET = "text"
 LONGEST = 32 << 20
 """Bytes of the longest document of a file of records; it is held in memory whole."""
 _BLOCK = 1 << 18
-"""Bytes that are unpacked at a time."""
+"""Bytes that are read at a time."""
+_PACKED = 1 << 14
+"""Bytes that are unpacked at a time: of a text that repeats itself much, they are many more."""
 
 
 class Record(NamedTuple):
@@ -111,7 +113,7 @@ def _zstd(raw: ByteStream) -> Iterator[bytes | _Broken]:
     # A frame may look back 2 GB at most: what is made for disks asks for far less.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
-    while block := raw.read(_BLOCK):
+    while block := raw.read(_PACKED):
         while block:
             frame = frame or decompressor.decompressobj()
             try:

@@ -44,7 +44,7 @@ class Rows(ABC):
     def __init__(self, store: TokenStore, streams: Sequence[TokenStream], T: int, seed: int):
         self.streams, self.T, self.seed = streams, T, seed
         self.separator = store.tokenizer.separator
-        self.per_epoch = [self._count(store, i) for i in range(len(streams))]
+        self.per_epoch = [self._count(i) for i in range(len(streams))]
         """Rows of an epoch of each subset."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Rows(ABC):
         """What a row is made of, in its order."""
 
     @abstractmethod
-    def _count(self, store: TokenStore, subset: int) -> int:
+    def _count(self, subset: int) -> int:
         """Rows of an epoch of a subset."""
 
     def _shuffled(self, place: Place) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class CutRows(Rows):
         tokens = len(self.streams[place.subset])
         return (cut * tokens // (1 << 32) + shuffled * self.T) % tokens
 
-    def _count(self, store: TokenStore, subset: int) -> int:
+    def _count(self, subset: int) -> int:
         return len(self.streams[subset]) // self.T
 
 
@@ -107,6 +107,7 @@ class FitRows(Rows):
 
     def __init__(self, store: TokenStore, streams: Sequence[TokenStream], T: int, seed: int):
         self._before: list[np.ndarray] = []  # of each subset: rows before each window, and in all
+        self._counted = read_rows(store.place, store.manifest, T) if T in LENGTHS else None
         super().__init__(store, streams, T, seed)
         self._pack = functools.lru_cache(_PACKED)(self._pack_window)
 
@@ -164,12 +165,12 @@ class FitRows(Rows):
         starts, lengths = _documents(stream, i, window - int(first[i]))
         return starts, lengths, pack(lengths, self.T)
 
-    def _count(self, store: TokenStore, subset: int) -> int:
+    def _count(self, subset: int) -> int:
         stream = self.streams[subset]
-        if self.T in LENGTHS:
+        if self._counted is not None:
             index = stream.index
             stop = index.window[-1] + windows_of(int(index.documents[-1]))
-            rows = read_rows(store.place, store.manifest, self.T)[index.window[0] : stop]
+            rows = self._counted[index.window[0] : stop]
         else:
             rows = self._count_now(stream)
         self._before.append(np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]))
