@@ -24,7 +24,7 @@ from latte.errors import UserError
 
 _ROUNDS = 4
 """Rounds of the cipher that permutes rows."""
-_PACKED = 2048
+_PACKED = 1024
 """Windows whose packing is kept."""
 _COUNTED = 2_000_000
 """Documents of a store whose rows are counted when it is opened, if they were not before."""

@@ -35,7 +35,7 @@ from latte.data.tokenizer import Tokenizer, read_tokenizer
 from latte.data.verify import verify
 from latte.errors import UserError
 
-_CACHE = 192 << 20
+_CACHE = 128 << 20
 """Bytes of chunks kept in memory."""
 _OPEN = 1024
 """Shards that are kept open."""
