@@ -33,7 +33,7 @@ def _prepare(parser: Parser, argv: list[str]) -> int:
         "--workers",
         type=int,
         default=0,
-        help="processes of this machine; 1 for this one alone; by default all cores where it pays",
+        help="processes of this machine; 1 for this one alone, by default all cores where it pays",
     )
     add_json(parser)
     options, config = _of_corpus(parser, argv, "tokenizer", "skip_bad")

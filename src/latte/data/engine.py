@@ -1,6 +1,7 @@
 """Who makes the shards: this process, or Ray on all cores of this machine or of a cluster."""
 
 import contextlib
+import importlib.util
 import logging
 import os
 import sys
@@ -25,7 +26,8 @@ class Engine(NamedTuple):
     """How shards are made.
 
     address: of a Ray cluster; empty for this machine.
-    workers: processes on this machine; 0 for as many as it has cores, 1 for this process alone.
+    workers: processes on this machine, 1 for this one alone; 0 for Ray on all cores, if it is
+        installed and the corpus is not small.
     """
 
     address: str = ""
@@ -55,8 +57,9 @@ def make_shards(
     Raises:
       UserError: an input is bad, or Ray is missing or cannot be reached.
     """
-    cores = engine.workers or len(os.sched_getaffinity(0))
-    if engine.address or (cores > 1 and len(todo) > 1 and (engine.workers > 1 or size > SMALL)):
+    cores = len(os.sched_getaffinity(0))
+    pays = size > SMALL and cores > 1 and importlib.util.find_spec("ray") is not None
+    if len(todo) > 1 and (engine.address or engine.workers > 1 or (engine.workers == 0 and pays)):
         return _with_ray(engine, job, todo, heldout, progress)
     return ((i, make_shard(job, i, item, heldout, progress)) for i, item in todo)
 

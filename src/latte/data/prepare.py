@@ -35,7 +35,8 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> TokenSto
 
     Its folder's name follows from the text, the tokenizer and the held-out share. A store is
     written beside its place and renamed when it is whole: a folder of that name is a whole store.
-    What a killed process had done of it is not done again.
+    What a killed process had done of it is not done again. This process does it alone: for more
+    text than that takes minutes, `prepare_at` is there.
 
     Args:
       progress: is told how far it is; None shows it on stderr.
@@ -100,7 +101,7 @@ def _build_and_rename(folder: Path, config: DataConfig, found: Found, report: Pr
     """Makes a store beside its place, where a killed process may have left a part of it."""
     partial = folder.with_name(f".{folder.name}.partial")
     try:
-        _build(Place(str(partial)), config, found, Engine(), report)
+        _build(Place(str(partial)), config, found, Engine(workers=1), report)
         for path in (*partial.rglob("*"), partial):
             sync(path)
         partial.rename(folder)
