@@ -12,7 +12,8 @@ from latte.config import load, settings, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMMANDS = ["train", "eval", "generate", "plan", "data", "data prepare"]
+COMMANDS = ["train", "eval", "generate", "plan", "data"]
+COMMANDS += [f"data {name}" for name in ("prepare", "tokenizer", "verify", "stats", "show")]
 
 NO_JAX = (
     "import sys, latte.cli\n"

@@ -18,11 +18,11 @@ FLOORS = [
     {"checkpoint", "cost", "plots", "monitor"},
     {"run", "replay"},
     {"train", "evaluate", "generate", "report", "plan", "hf", "scaling"},
-    {"cli"},
+    {"cli", "data_cli"},
     {"__main__", "__init__"},
 ]
 
-STORAGE = {"tensorstore", "orbax", "fsspec", "grain"}
+STORAGE = {"tensorstore", "orbax", "fsspec", "grain", "pyarrow", "ray"}
 STANDARD = set(sys.stdlib_module_names)
 
 

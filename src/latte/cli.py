@@ -5,7 +5,6 @@ Nothing here imports JAX before the input has been checked, so that a mistake co
 """
 
 import argparse
-import dataclasses
 import errno
 import itertools
 import json
@@ -33,7 +32,7 @@ from latte.errors import RunFailedError, UserError
 from latte.values import kind_name, show
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are UserErrors, and which never guesses at a prefix."""
 
     def __init__(self, prog: str, description: str) -> None:
@@ -102,20 +101,20 @@ def _dispatch(prog: str, commands: dict[str, tuple[Callable, str]], argv: list[s
         near = nearest(argv[0], commands) or f"; there are {', '.join(commands)}"
         raise UserError(f"unknown command {argv[0]!r}{near}")
     run, summary = commands[argv[0]]
-    return run(_Parser(f"{prog} {argv[0]}", summary), argv[1:])
+    return run(Parser(f"{prog} {argv[0]}", summary), argv[1:])
 
 
-# --- train and data: a config with overrides ---------------------------------------------------
+# --- train and plan: a config with overrides ---------------------------------------------------
 
 
-def _train(parser: _Parser, argv: list[str]) -> int:
+def _train(parser: Parser, argv: list[str]) -> int:
     _add_run_dir(
         parser, "where the run is kept, or goes on (gs://… too); by default runs/NAME of the config"
     )
-    options, config = _configured(parser, argv)
+    options, config = configured(parser, argv)
     if config is None:
         return 0
-    run_dir = _folder(options.run_dir or f"runs/{config.name}")
+    run_dir = folder_of(options.run_dir or f"runs/{config.name}")
     check_run_dir(run_dir, config)
     from latte.train import train
 
@@ -123,22 +122,7 @@ def _train(parser: _Parser, argv: list[str]) -> int:
     return 0
 
 
-def _prepare(parser: _Parser, argv: list[str]) -> int:
-    _add_json(parser)
-    options, config = _configured(parser, argv)
-    if config is None:
-        return 0
-    from latte.data.prepare import prepare
-
-    store = prepare(config.data)
-    values: dict[str, Any] = {"store": str(store.folder), "vocab_size": store.manifest.vocab_size}
-    for split, count in store.manifest.splits.items():
-        values |= {f"{split}_{name}": n for name, n in dataclasses.asdict(count).items()}
-    _print(values, options.json)
-    return 0
-
-
-def _plan(parser: _Parser, argv: list[str]) -> int:
+def _plan(parser: Parser, argv: list[str]) -> int:
     parser.add_argument("--topology", metavar="SLICE", help="the slice, such as v5e:16x16")
     parser.add_argument("--slices", type=int, default=1, help="how many of them (%(default)s)")
     parser.add_argument(
@@ -146,8 +130,8 @@ def _plan(parser: _Parser, argv: list[str]) -> int:
         action="store_true",
         help="try microbatches, rematerialisation and meshes, and plan the best that fits",
     )
-    _add_json(parser)
-    options, config = _configured(parser, argv)
+    add_json(parser)
+    options, config = configured(parser, argv)
     if config is None:
         return 0
     from latte.plan.chips import parse_topology
@@ -168,8 +152,13 @@ def _plan(parser: _Parser, argv: list[str]) -> int:
     return 0 if found.memory.fits else _say(misfit(found), 1)
 
 
-def _configured(parser: _Parser, argv: list[str]) -> tuple[argparse.Namespace, Config | None]:
-    """The options of a command that takes a config, and the config; None once help is shown."""
+def configured(
+    parser: Parser, argv: list[str], default: Config | None = None
+) -> tuple[argparse.Namespace, Config | None]:
+    """The options of a command that takes a config, and the config; None once help is shown.
+
+    `default` is the config of a command that needs none.
+    """
     parser.add_argument(
         "--config", metavar="NAME_OR_PATH", help=f"a file of {CONFIGS.name}/, or any .py file"
     )
@@ -178,14 +167,17 @@ def _configured(parser: _Parser, argv: list[str]) -> tuple[argparse.Namespace, C
         print(parser.format_help().replace("\n\n", " [--SECTION.FIELD VALUE …]\n\n", 1), end="")
         print(_describe(load(options.config) if options.config else Config(name="")))
         return options, None
+    known = {setting.key for setting in settings(Config(name=""))}
     for word in rest:
-        near = parser.nearest_flag(word) if word.startswith("--") else ""
-        if near:
-            raise UserError(f"unknown option {word!r}{near}")
-    if options.config is None:
+        if word.startswith("--") and word[2:].partition("=")[0] not in known:
+            near = parser.nearest_flag(word)
+            if near:
+                raise UserError(f"unknown option {word!r}{near}")
+    if options.config is None and default is None:
         names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.py")))
         raise UserError(f"--config is missing; name a config ({names}) or the path of a .py file")
-    config = load(options.config)
+    config = load(options.config) if options.config else default
+    assert config is not None
     return options, validate(apply_overrides(config, rest))
 
 
@@ -206,18 +198,18 @@ def _describe(config: Config) -> str:
 # --- eval and generate: a finished or running run ----------------------------------------------
 
 
-def _eval(parser: _Parser, argv: list[str]) -> int:
-    _add_json(parser)
+def _eval(parser: Parser, argv: list[str]) -> int:
+    add_json(parser)
     options = _of_run(parser, argv)
     if options is None:
         return 0
     from latte.evaluate import evaluate_run
 
-    _print(evaluate_run(options.run_dir), options.json)
+    print_values(evaluate_run(options.run_dir), options.json)
     return 0
 
 
-def _generate(parser: _Parser, argv: list[str]) -> int:
+def _generate(parser: Parser, argv: list[str]) -> int:
     parser.add_argument("--prompt", default="", help="text to go on from")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to write (%(default)s)")
     parser.add_argument(
@@ -234,7 +226,7 @@ def _generate(parser: _Parser, argv: list[str]) -> int:
     )
     parser.add_argument("--batch", type=int, default=1, help="texts to write (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    _add_json(parser)
+    add_json(parser)
     options = _of_run(parser, argv)
     if options is None:
         return 0
@@ -271,7 +263,7 @@ def _check_sampling(options: argparse.Namespace) -> None:
         raise UserError(f"--top-p is {options.top_p}, but it must be above 0 and at most 1")
 
 
-def _of_run(parser: _Parser, argv: list[str]) -> argparse.Namespace | None:
+def _of_run(parser: Parser, argv: list[str]) -> argparse.Namespace | None:
     """The options of a command that reads a run; None once help is shown."""
     _add_run_dir(parser, "the run's directory")
     options, rest = parser.parse_known_args(argv)
@@ -283,12 +275,12 @@ def _of_run(parser: _Parser, argv: list[str]) -> argparse.Namespace | None:
         raise UserError(f"unknown argument {rest[0]!r}{near}")
     if options.run_dir is None:
         raise UserError(f"--run is missing; see `{parser.prog} --help`")
-    options.run_dir = _folder(options.run_dir)
+    options.run_dir = folder_of(options.run_dir)
     read_run_config(options.run_dir)
     return options
 
 
-def _folder(run_dir: str) -> Path:
+def folder_of(run_dir: str) -> Path:
     """A run directory as a folder of this host."""
     if "://" not in run_dir:
         return Path(run_dir)
@@ -297,15 +289,15 @@ def _folder(run_dir: str) -> Path:
     return fetch(run_dir)
 
 
-def _add_run_dir(parser: _Parser, words: str) -> None:
+def _add_run_dir(parser: Parser, words: str) -> None:
     parser.add_argument("--run", "--run-dir", dest="run_dir", metavar="DIR", help=words)
 
 
-def _add_json(parser: _Parser) -> None:
+def add_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for a program to read")
 
 
-def _print(values: dict[str, Any], as_json: bool) -> None:
+def print_values(values: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(values))
         return
@@ -314,9 +306,10 @@ def _print(values: dict[str, Any], as_json: bool) -> None:
         print(f"{key:{width}}{f'{value:.5g}' if isinstance(value, float) else value}")
 
 
-def _data(parser: _Parser, argv: list[str]) -> int:
-    commands = {"prepare": (_prepare, "tokenise a corpus into a token store")}
-    return _dispatch(parser.prog, commands, argv)
+def _data(parser: Parser, argv: list[str]) -> int:
+    from latte.data_cli import COMMANDS
+
+    return _dispatch(parser.prog, COMMANDS, argv)
 
 
 _COMMANDS = {
@@ -324,5 +317,5 @@ _COMMANDS = {
     "eval": (_eval, "the held-out loss of a run's newest checkpoint"),
     "generate": (_generate, "text from a run's newest checkpoint"),
     "plan": (_plan, "what a run would take on a slice of TPUs, with none at hand"),
-    "data": (_data, "prepare corpora"),
+    "data": (_data, "prepare corpora and look at them"),
 }

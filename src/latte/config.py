@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
 
 from latte.errors import UserError
-from latte.values import fits, kind_name, parse, show
+from latte.values import fits, kind_name, parse, parse_mixture, show
 
 Mixer = Literal[
     "attention",
@@ -91,19 +91,34 @@ class ModelConfig:
 class DataConfig:
     """What a run trains on."""
 
+    store: str = ""
+    """A prepared token store, a folder or gs:// or s3://, to train on instead of what corpus, path
+    and tokenizer say."""
     corpus: str = "stdlib"
     """Name of a file in data/ that says where a corpus is; unused where a path is given."""
     path: str = ""
-    """A text file, or a folder of text files (one document each; hidden ones are left out), to
-    train on instead."""
+    """A file or folder, or the URL of one, to train on instead: texts (one document each; hidden
+    ones are left out), or .jsonl, .jsonl.gz, .jsonl.zst and .parquet with a document a record. For
+    a corpus of data/ that may lie anywhere, such as slimpajama, the place of its copy."""
     tokenizer: str = "sentencepiece"
-    """sentencepiece (trained on the corpus), bytes, or the path of a sentencepiece .model file."""
+    """sentencepiece (trained on the corpus), bytes, the path of a sentencepiece .model file or of a
+    tokenizer.json, or a name on the Hugging Face hub, such as openai-community/gpt2."""
     tokenizer_vocab: int = 4096
     """Size of the vocabulary of a sentencepiece tokenizer that is trained on the corpus."""
     heldout: float = 0.05
-    """Share of the bytes kept for evaluation: whole documents, or the end of a lone one."""
-    skip_bad: bool = False
-    """Leave out files that are not UTF-8, and name them, instead of stopping."""
+    """Share kept for evaluation, where the corpus has no files for that: of texts a share of the
+    bytes, whole documents or the end of a lone one; of records those of certain hashes."""
+    skip_bad: int = 0
+    """Bad documents that may be left out, and are named, instead of stopping."""
+    mixture: str = ""
+    """Weights of subsets, such as "RedPajamaC4=0.7, RedPajamaBook=0.3, @20000, RedPajamaBook=1",
+    where @STEP begins the weights from that step on. By default the corpus' published proportions,
+    or else every subset by its size."""
+    mixture_by: Literal["tokens", "documents"] = "tokens"
+    """What the weights are shares of."""
+    packing: Literal["cut", "fit"] = "cut"
+    """cut: documents are joined and cut into rows. fit: documents no longer than a row are kept
+    whole, and packed into rows by best fit; what is left of a row is padding."""
     cache: str = ""
     """Folder of prepared token stores; by default .cache/latte under the working directory."""
 
@@ -220,6 +235,8 @@ SAME_LOSSES = frozenset(
     {
         "name",
         "data.cache",
+        "data.skip_bad",
+        "data.store",
         "train.log_every",
         "train.eval_every",
         "train.eval_tokens",
@@ -427,7 +444,7 @@ _AT_LEAST = {
         1: "width layers heads latents window conv_size ff",
         0: "vocab_size kv_heads max_length",
     },
-    "data": {1: "tokenizer_vocab"},
+    "data": {1: "tokenizer_vocab", 0: "skip_bad"},
     "optim": {1: "max_skips", 0: "warmup weight_decay clip z_loss spike"},
     "train": {
         1: "steps batch_size sequence_length accumulate log_every eval_every eval_tokens "
@@ -544,12 +561,22 @@ def _check_training(config: Config) -> None:
             f"model.max_length ({model.max_length}) is shorter than train.sequence_length "
             f"({train.sequence_length}); take model.max_length {train.sequence_length} or 0"
         )
-    if data.tokenizer not in ("sentencepiece", "bytes") and not Path(data.tokenizer).is_file():
+    _check_data(data)
+
+
+def _check_data(data: DataConfig) -> None:
+    name = data.tokenizer
+    there = name in ("sentencepiece", "bytes") or Path(name).exists()
+    if not there and "/" not in name:
         raise UserError(
-            f"data.tokenizer is {data.tokenizer!r}, but it must be sentencepiece, bytes, or the "
-            "path of a sentencepiece .model file"
-            + nearest(data.tokenizer, ("sentencepiece", "bytes"))
+            f"data.tokenizer is {name!r}, but it must be sentencepiece, bytes, the path of a "
+            "sentencepiece .model file or tokenizer.json, or ORGANISATION/NAME on the Hugging Face "
+            "hub" + nearest(name, ("sentencepiece", "bytes"))
         )
+    try:
+        parse_mixture(data.mixture)
+    except ValueError as error:
+        raise UserError(f"data.mixture is {data.mixture!r}, but {error}") from None
 
 
 def _check_mesh(config: Config) -> None:

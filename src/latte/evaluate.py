@@ -1,7 +1,7 @@
 """Loss on held-out documents, and how the latents are used."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,26 +27,39 @@ def _sums(model: LanguageModel, batch: Batch) -> tuple[Float[Array, ""], Float[A
 
 def evaluate(
     model: LanguageModel,
-    rows: HeldoutRows,
+    subsets: Sequence[HeldoutRows],
     *,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> dict[str, float]:
     """Mean loss of the held-out targets (nats a token), perplexity, and bits per byte of text.
 
-    The end of each document is a target too, so bits per byte pays for it.
+    The end of each document is a target too, so bits per byte pays for it. Where there are several
+    subsets, these are of all targets together, and `heldout_loss/SUBSET` and so on are of each.
     """
-    nats, targets = 0.0, 0.0
-    for batch in rows:
-        nll, weight = _sums(model, put_rows(batch, rows.batch_size))
-        nats, targets = nats + float(nll), targets + float(weight)
-        advance(int(targets))
-    loss = nats / targets
+    sums: list[tuple[float, int, int]] = []
+    for rows in subsets:
+        nats, targets = 0.0, 0.0
+        for batch in rows:
+            nll, weight = _sums(model, put_rows(batch, rows.batch_size))
+            nats, targets = nats + float(nll), targets + float(weight)
+            advance(int(targets) + sum(tokens for _, tokens, _ in sums))
+        sums.append((nats, int(targets), rows.bytes))
+    values = _measures("", *map(sum, zip(*sums, strict=True)))
+    if len(subsets) > 1:
+        for rows, some in zip(subsets, sums, strict=True):
+            values |= _measures(f"/{rows.stream.subset}", *some)
+    return values
+
+
+def _measures(of: str, nats: float, tokens: int, size: int) -> dict[str, float]:
+    """What is reported of a sum of nats over targets that stand for `size` bytes."""
+    loss = nats / tokens
     return {
-        "heldout_loss": loss,
-        "heldout_perplexity": math.exp(min(loss, 700)),
-        "heldout_bits_per_byte": nats / math.log(2) / rows.bytes,
-        "heldout_tokens": int(targets),
-        "heldout_bytes": rows.bytes,
+        f"heldout_loss{of}": loss,
+        f"heldout_perplexity{of}": math.exp(min(loss, 700)),
+        f"heldout_bits_per_byte{of}": nats / math.log(2) / size,
+        f"heldout_tokens{of}": tokens,
+        f"heldout_bytes{of}": size,
     }
 
 
@@ -74,9 +87,9 @@ def latent_use(p: Float[np.ndarray, "B T H L"], has_window: bool) -> LatentUse:
     return LatentUse(entropy, float(p[..., 0].mean()) if has_window else None)
 
 
-def first_rows(rows: Iterable[Batch], count: int) -> Batch:
+def first_rows(subsets: Sequence[HeldoutRows], count: int) -> Batch:
     """The first rows of an evaluation, to look at the latents of."""
-    return Batch(*(array[:count] for array in next(iter(rows))))
+    return Batch(*(array[:count] for array in next(iter(subsets[0]))))
 
 
 def evaluate_run(run_dir: Path) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Pictures of a run: each function takes data and writes one PNG."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from latte.data.stats import SubsetStats
 from latte.metrics import read_metrics
 
 
@@ -162,6 +163,41 @@ def _visible(token: str) -> str:
     """A token with its spaces and line ends to be seen, and short enough for an axis."""
     shown = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·").replace("$", r"\$")
     return shown if len(shown) <= 10 else shown[:9] + "…"
+
+
+def corpus(
+    stats: Sequence[SubsetStats],
+    lengths: Mapping[str, Int[np.ndarray, " n"]],
+    out: Path,
+    *,
+    title: str = "",
+) -> None:
+    """A token store: tokens and bytes a token of each subset of the training split, and lengths.
+
+    lengths: of documents of each subset, in tokens.
+    """
+    train = [some for some in stats if some.split == "train"]
+    names = [some.subset for some in train]
+    figure = Figure(figsize=(13, 1.6 + 0.35 * max(6, len(names))), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    left.barh(names, [some.tokens / 1e6 for some in train], color="tab:blue")
+    left.set_xlabel("million tokens")
+    middle.barh(names, [some.bytes_per_token for some in train], color="tab:orange")
+    middle.set_xlabel("bytes per token")
+    middle.set_yticks([])
+    longest = max(int(some.max()) for some in lengths.values())
+    edges = np.geomspace(1, max(2, longest), 40)
+    for name in names:
+        right.hist(lengths[name], edges, histtype="step", density=False, label=name)
+    right.set_xscale("log")
+    right.set_xlabel("tokens of a document")
+    right.set_ylabel("documents, of a sample")
+    right.legend(frameon=False, fontsize="small")
+    for axes in (left, middle):
+        axes.invert_yaxis()
+        axes.grid(alpha=0.25, axis="x")
+    figure.suptitle(title)
+    _save(figure, out)
 
 
 def _save(figure: Figure, out: Path) -> None:

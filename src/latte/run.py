@@ -12,7 +12,6 @@ plots/             the loss curve, and how each layer uses its latents
 """
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def start_run(config: Config, run_dir: Path, store: TokenStore) -> None:
     path, text = run_dir / "config.json", to_json(config)
     if not path.exists():
         store.tokenizer.save(run_dir)
-        shutil.copyfile(store.folder / "manifest.json", run_dir / "manifest.json")
+        (run_dir / "manifest.json").write_text(store.manifest.to_json(), encoding="utf-8")
     elif path.read_text(encoding="utf-8") == text:
         return
     with open(path.with_suffix(".partial"), "w", encoding="utf-8") as file:
@@ -87,12 +86,12 @@ def check_store(run_dir: Path, store: TokenStore) -> None:
     kept = run_dir / "manifest.json"
     if load_tokenizer(run_dir).fingerprint != store.tokenizer.fingerprint:
         what = "tokenizer"
-    elif not kept.exists() or kept.read_bytes() != (store.folder / kept.name).read_bytes():
+    elif not kept.exists() or kept.read_text(encoding="utf-8") != store.manifest.to_json():
         what = "text"
     else:
         return
     raise UserError(
-        f"the {what} of {store.folder} is not the one that {shown(run_dir)} was trained with; "
+        f"the {what} of {store.place} is not the one that {shown(run_dir)} was trained with; "
         "restore the corpus as it was, or train in another --run-dir"
     )
 

@@ -210,7 +210,8 @@ def _loader(config: Config, store: TokenStore) -> Loader:
     """The rows of each batch that this process's devices take."""
     train = config.train
     rows = rows_here(train.batch_size)
-    return Loader(store, "train", train.seed, train.batch_size, train.sequence_length, rows)
+    size = train.batch_size, train.sequence_length
+    return Loader(store, "train", train.seed, *size, rows, config.data)
 
 
 def _restore(config: Config, checkpoints: Checkpoints) -> TrainState:

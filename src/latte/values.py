@@ -38,6 +38,37 @@ def parse(kind: Any, text: str) -> Any:
     return value
 
 
+def parse_mixture(text: str) -> list[tuple[int, dict[str, float]]]:
+    """Weights by name, from each step on: "A=2, B=1, @100, B=1" is [(0, {…}), (100, {…})].
+
+    Raises:
+      ValueError: says what a mixture must be, as the end of a sentence.
+    """
+    stages: list[tuple[int, dict[str, float]]] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if part.startswith("@"):
+            if not part[1:].isdigit() or int(part[1:]) <= (stages[-1][0] if stages else -1):
+                raise ValueError(f"{part!r} must be @STEP, later than the one before it")
+            stages.append((int(part[1:]), {}))
+            continue
+        name, equals, weight = part.rpartition("=")
+        try:
+            value = float(weight)
+        except ValueError:
+            value = -1.0
+        if not equals or not 0 <= value < math.inf:
+            raise ValueError(f"{part!r} must be SUBSET=WEIGHT, a weight of at least 0")
+        if not stages:
+            stages.append((0, {}))
+        stages[-1][1][name.strip()] = value
+    for step, weights in stages:
+        if not sum(weights.values()) > 0:
+            raise ValueError(f"the weights from step {step} on must have one above 0")
+    if stages and stages[0][0] > 0:
+        raise ValueError("it must say the weights of step 0 first")
+    return stages
+
+
 def fits(kind: Any, value: Any) -> bool:
     """Whether `value` is of the declared type; a whole number is also a number, and NaN is none."""
     if get_origin(kind) is Literal:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from latte.config import DataConfig
 from latte.data.heldout import heldout_rows
 from latte.data.loader import Loader
+from latte.data.mixture import Place
 from latte.data.prepare import prepare
 from latte.errors import UserError
 
@@ -24,7 +25,13 @@ def assert_same(one, other):
 
 
 def ring(store, split):
-    return np.asarray(store.stream(split).tokens.read().result()).astype(np.int32)
+    [stream] = store.split(split)
+    return stream.read(np.asarray([0]), len(stream))[0]
+
+
+def start_of(loader, row):
+    """Where a row of the run begins in the stream of the only subset."""
+    return loader.packed.start(Place(0, row))
 
 
 def documents_of(tokens, separator):
@@ -61,7 +68,7 @@ print(digest.hexdigest())
 
 
 def test_another_process_reads_the_same(store):
-    command = [sys.executable, "-c", PROGRAM, str(store.folder)]
+    command = [sys.executable, "-c", PROGRAM, str(store.place)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     digest = hashlib.sha256()
     loader = Loader(store, "train", 7, 3, 50)
@@ -89,9 +96,9 @@ def test_rows_are_what_they_were(tmp_path):
 def test_an_epoch_has_every_token_once_but_for_less_than_a_row(store, T, epoch):
     loader = Loader(store, "train", 5, 1, T)
     stream = ring(store, "train")
-    rows = loader.rows_per_epoch
+    rows = loader.packed.per_epoch[0]
     assert rows == len(stream) // T
-    starts = [loader._start(epoch * rows + row) for row in range(rows)]
+    starts = [start_of(loader, epoch * rows + row) for row in range(rows)]
     covered = np.concatenate([(start + np.arange(T)) % len(stream) for start in starts])
     assert len(set(covered.tolist())) == len(covered) > len(stream) - T
     if T == 7:
@@ -105,8 +112,8 @@ def test_an_epoch_has_every_token_once_but_for_less_than_a_row(store, T, epoch):
 def test_epochs_and_seeds_differ_in_cut_and_order(store):
     def starts(seed, epoch):
         loader = Loader(store, "train", seed, 1, 16)
-        first = epoch * loader.rows_per_epoch
-        return [loader._start(first + row) for row in range(loader.rows_per_epoch)]
+        first = epoch * loader.packed.per_epoch[0]
+        return [start_of(loader, first + row) for row in range(loader.packed.per_epoch[0])]
 
     orders = [starts(0, 0), starts(0, 1), starts(1, 0), starts(1, 1)]
     for one, other in itertools.combinations(orders, 2):
@@ -118,7 +125,7 @@ def test_epochs_and_seeds_differ_in_cut_and_order(store):
 
 def test_consecutive_rows_come_from_all_over_the_stream(store):
     loader = Loader(store, "train", 3, 1, 1)
-    starts = np.asarray([loader._start(row) for row in range(loader.rows_per_epoch)])
+    starts = np.asarray([start_of(loader, row) for row in range(loader.packed.per_epoch[0])])
     hundreds = starts[: len(starts) // 100 * 100].reshape(-1, 100).mean(axis=1) / len(starts)
     assert np.all(np.abs(hundreds - 0.5) < 0.2)
 
@@ -141,11 +148,11 @@ def test_batches_have_the_types_and_segments_of_their_definition(store):
 
 def test_a_document_never_goes_on_past_its_end(store):
     """Where the segment changes, a document of the store begins, and nowhere else."""
-    stream = store.train
+    [stream] = store.split("train")
     starts = set(stream.offsets[:-1].tolist())
     loader = Loader(store, "train", 2, 1, 70)
     for step in range(40):
-        first = loader._start(step)
+        first = start_of(loader, step)
         ids = loader.batch_at(step).segment_ids[0]
         changes = {(first + int(i) + 1) % len(stream) for i in np.flatnonzero(np.diff(ids))}
         span = {(first + i) % len(stream) for i in range(1, 70)}
@@ -153,7 +160,7 @@ def test_a_document_never_goes_on_past_its_end(store):
 
 
 def test_a_row_may_be_the_whole_ring_but_no_more(store):
-    tokens = len(store.train)
+    tokens = len(store.split("train")[0])
     batch = Loader(store, "train", 0, 2, tokens).batch_at(0)
     assert sorted(batch.tokens[0].tolist()) == sorted(ring(store, "train").tolist())
     with pytest.raises(UserError, match=r"lower --train\.sequence_length or give more text"):
@@ -168,7 +175,7 @@ def joined(rows):
 
 @pytest.mark.parametrize(("T", "B"), [(1, 1), (13, 4), (64, 3), (5000, 2)])
 def test_held_out_documents_are_read_once_in_order(store, T, B):
-    rows = heldout_rows(store, T, B)
+    [rows] = heldout_rows(store, T, B)
     stream = ring(store, "heldout")
     tokens, targets = joined(rows)
     np.testing.assert_array_equal(tokens, stream)
@@ -187,10 +194,10 @@ def test_held_out_documents_are_read_once_in_order(store, T, B):
 @given(st.integers(1, 3000), st.integers(1, 40))
 @settings(max_examples=30, deadline=None)
 def test_a_limit_reads_whole_documents_and_counts_their_bytes(store, limit, T):
-    rows = heldout_rows(store, T, 2, limit)
+    [rows] = heldout_rows(store, T, 2, limit)
     tokens, targets = joined(rows)
     assert rows.targets == len(tokens) <= limit
-    offsets = store.heldout.offsets
+    offsets = store.split("heldout")[0].offsets
     if limit >= offsets[1]:
         assert rows.targets in offsets
         assert rows.targets == max(o for o in offsets if o <= limit)
@@ -203,7 +210,7 @@ def test_nothing_held_out_is_said(corpus, tmp_path):
     store = prepare(
         DataConfig(path=str(corpus), tokenizer="bytes", heldout=0.0, cache=str(tmp_path))
     )
-    assert len(store.heldout) == 0
+    assert store.split("heldout") == []
     with pytest.raises(UserError, match=r"raise --data\.heldout"):
         heldout_rows(store, 10, 1)
 

@@ -9,30 +9,61 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.trainers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from latte.data.tokenizer import (
     SEPARATOR,
     ByteTokenizer,
+    HubTokenizer,
     SentencePieceTokenizer,
     load_tokenizer,
+    open_tokenizer,
     train_sentencepiece,
 )
 from latte.errors import UserError
 
 TEXT = Path(string.__file__).read_text() * 2
 TRAINED = train_sentencepiece([TEXT], len(TEXT), 400)
+
+
+def train_like_gpt2() -> bytes:
+    """A tokenizer.json of byte-level pairs, as GPT-2's is."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([TEXT], trainer)
+    return made.to_str().encode()
+
+
+LIKE_GPT2 = HubTokenizer(train_like_gpt2())
+UNIGRAM = train_sentencepiece([TEXT], len(TEXT), 400, "unigram")
+ALL = pytest.mark.parametrize(
+    "tokenizer",
+    [ByteTokenizer(), TRAINED, UNIGRAM, LIKE_GPT2],
+    ids=["bytes", "sentencepiece", "unigram", "hub"],
+)
 BOTH = pytest.mark.parametrize(
-    "tokenizer", [ByteTokenizer(), TRAINED], ids=["bytes", "sentencepiece"]
+    "tokenizer", [ByteTokenizer(), TRAINED, UNIGRAM], ids=["bytes", "sentencepiece", "unigram"]
 )
 
 
-@BOTH
+@ALL
 @given(text=st.text() | st.text(" \n\t\r\0a\u2581é😀"))
 @example("  a\n\n\tb  \r\n")
 @example(" \u2581 \u2581\u2581")
-@example(f"<s>{SEPARATOR}<0x41><unk>")
+@example(f"<s>{SEPARATOR}<0x41><unk><|endoftext|>")
 @example("a\0b\ufeff\u2047")
 @example("x" * 70_000 + "\n y\u2581" * 20_000)
 @settings(max_examples=200, deadline=None)
@@ -55,7 +86,7 @@ def test_tokens_may_be_cut_anywhere(tokenizer):
         assert b"".join(parts) == text.encode()
 
 
-@BOTH
+@ALL
 def test_saved_and_loaded_is_the_same(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     loaded = load_tokenizer(tmp_path)
@@ -63,7 +94,7 @@ def test_saved_and_loaded_is_the_same(tokenizer, tmp_path):
     np.testing.assert_array_equal(loaded.encode(TEXT), tokenizer.encode(TEXT))
 
 
-@BOTH
+@ALL
 def test_separator_stands_for_no_bytes(tokenizer):
     ids = [tokenizer.separator, *tokenizer.encode("a b").tolist(), tokenizer.separator]
     assert tokenizer.decode(ids) == "a b"
@@ -109,3 +140,22 @@ def test_what_cannot_be_trained_or_read_says_how_to_mend_it():
         train_sentencepiece([letters], 2000, 1000)
     with pytest.raises(UserError, match="not a sentencepiece model"):
         SentencePieceTokenizer(b"nonsense")
+
+
+def test_a_tokenizer_is_opened_by_its_file_or_folder(tmp_path):
+    (tmp_path / "mine.json").write_bytes(LIKE_GPT2.files()["tokenizer.json"])
+    (tmp_path / "mine.model").write_bytes(TRAINED.files()["tokenizer.model"])
+    (tmp_path / "folder").mkdir()
+    LIKE_GPT2.save(tmp_path / "folder")
+    for name, tokenizer in (
+        ("mine.json", LIKE_GPT2),
+        ("mine.model", TRAINED),
+        ("folder", LIKE_GPT2),
+    ):
+        assert open_tokenizer(str(tmp_path / name)).fingerprint == tokenizer.fingerprint
+    assert LIKE_GPT2.separator == 0
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(UserError, match=r"not a tokenizer\.json"):
+        open_tokenizer(str(tmp_path / "bad.json"))
+    with pytest.raises(UserError, match="no tokenizer 'gpt3': give bytes, sentencepiece"):
+        open_tokenizer("gpt3")

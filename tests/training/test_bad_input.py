@@ -105,7 +105,7 @@ def test_invalid_utf8_is_named_and_can_be_left_out(tiny, tmp_path, capfd):
     )
     short = ("--train.steps", "1", "--optim.warmup", "1", "--train.sample_tokens", "0")
     small = ("--model.pattern", "latte", "--model.layers", "1", "--model.width", "8")
-    arguments = tiny.arguments(tmp_path / "run", *settings, *short, *small, "--data.skip_bad")
+    arguments = tiny.arguments(tmp_path / "run", *settings, *short, *small, "--data.skip_bad", "1")
     assert main(arguments) == 0
     assert "left out latin.txt" in capfd.readouterr().err
     assert (tmp_path / "run" / "checkpoints" / "1").exists()

@@ -2,17 +2,23 @@
 
 import difflib
 import importlib.util
+import inspect
 import itertools
-import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from latte.config import DataConfig
+from latte.data.fetch import WEB, is_url, list_files
+from latte.data.records import is_records
 from latte.errors import UserError
 
 CORPORA = Path(__file__).resolve().parents[3] / "data"
 """The repository's folder of corpora."""
+_HELD_OUT = {"val", "valid", "validation", "test", "heldout", "holdout"}
+"""First words of files and folders of records that are there to evaluate on."""
 
 
 class Source(NamedTuple):
@@ -20,28 +26,65 @@ class Source(NamedTuple):
 
     name: what it is called in manifests and messages; unique in its corpus and the same on every
         machine.
-    path: where it is on this machine.
+    path: where it is: a path of this machine, or a gs://, s3:// or https:// URL.
+    heldout: whether its documents are all to evaluate on.
+    sha256: of its bytes, in hexadecimal, where it is published.
     """
 
     name: str
-    path: Path
+    path: str | Path
+    heldout: bool = False
+    sha256: str = ""
 
 
-def find_sources(config: DataConfig) -> list[Source]:
-    """The input files that `config` asks for, sorted by name.
+class Corpus(NamedTuple):
+    """What is known of a corpus before it is read.
+
+    where: how it was asked for.
+    sources: sorted by name.
+    subsets: the set names that its documents may have; empty for any.
+    weights: published proportions of its subsets, by tokens; empty where there are none.
+    """
+
+    where: str
+    sources: list[Source]
+    subsets: frozenset[str] = frozenset()
+    weights: Mapping[str, float] = {}
+
+
+def find_corpus(config: DataConfig) -> Corpus:
+    """The corpus that `config` asks for: its own path, or a file in data/.
+
+    A corpus whose files lie anywhere, which has `sources(root)`, is looked for at the path.
 
     Raises:
       UserError: the corpus or path does not exist, holds no file, or names two files alike.
     """
-    if config.path:
-        where, found = config.path, _scan(Path(config.path))
+    module = _load(config.corpus)
+    takes_root = bool(inspect.signature(module.sources).parameters)
+    if config.path and not takes_root:
+        found = _sorted(config.path, _scan(config.path))
+        if all(source.heldout for source in found):  # then their names say nothing
+            found = [source._replace(heldout=False) for source in found]
+        corpus = Corpus(config.path, found)
     else:
-        where, found = config.corpus, _load(config.corpus)()
-    sources = sorted(found)
-    if not sources:
-        raise UserError(
-            f"corpus {where!r} holds no files: give another --data.path or --data.corpus"
+        root = (config.path or module.ROOT).rstrip("/") if takes_root else ""
+        found = module.sources(root) if takes_root else module.sources()
+        corpus = Corpus(
+            config.corpus,
+            _sorted(config.corpus, found),
+            frozenset(getattr(module, "SUBSETS", ())),
+            getattr(module, "WEIGHTS", {}),
         )
+    if not corpus.sources:
+        raise UserError(
+            f"corpus {corpus.where!r} holds no files: give another --data.path or --data.corpus"
+        )
+    return corpus
+
+
+def _sorted(where: str, found: Iterable[Source]) -> list[Source]:
+    sources = sorted(found, key=lambda source: source.name)
     for one, other in itertools.pairwise(sources):
         if one.name == other.name:
             raise UserError(
@@ -50,27 +93,31 @@ def find_sources(config: DataConfig) -> list[Source]:
     return sources
 
 
-def _scan(path: Path) -> Iterator[Source]:
-    """One file, or every regular file under a folder whose name, and folder, begins with no dot."""
-    if path.is_file():
-        yield Source(path.name, path)
-    elif path.is_dir():
-        for folder, folders, files in os.walk(path, onerror=_refuse):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            for file in (Path(folder, name) for name in files if not name.startswith(".")):
-                # A dangling link is kept, so that reading it is what names it; a pipe would hang.
-                if file.is_file() or file.is_symlink():
-                    yield Source(file.relative_to(path).as_posix(), file)
+def _scan(path: str) -> Iterator[Source]:
+    """One file, or every file under a folder whose name, and folder, begins with no dot."""
+    if not is_url(path) and Path(path).is_file():
+        found = {"": ""}
+    elif is_url(path) or Path(path).is_dir():
+        found = list_files(path)
+        if path.startswith(WEB) and not found:  # a server that lists nothing has a lone file there
+            found = {"": ""}
     else:
         raise UserError(f"{path} is neither a file nor a folder: correct --data.path")
+    for name, sha256 in found.items():
+        if not re.search(r"(^|/)\.", name):
+            inside = f"{path.rstrip('/')}/{name}" if name else path
+            where = inside if is_url(path) else Path(inside)
+            yield _source(name or path.rpartition("/")[2], where, sha256)
 
 
-def _refuse(error: OSError) -> None:
-    raise UserError(f"cannot list {error.filename}: {error.strerror}") from error
+def _source(name: str, path: str | Path, sha256: str) -> Source:
+    """A file of a folder. What a folder of records calls validation or test is held out."""
+    words = {re.split(r"[^a-z]+", part.lower())[0] for part in name.split("/")}
+    return Source(name, path, is_records(name) and bool(words & _HELD_OUT), sha256)
 
 
-def _load(corpus: str) -> Callable[[], Iterable[Source]]:
-    """The function `sources` of a corpus file, given by its name in data/ or by its path."""
+def _load(corpus: str) -> ModuleType:
+    """A corpus file, given by its name in data/ or by its path."""
     file = Path(corpus) if corpus.endswith(".py") else CORPORA / f"{corpus}.py"
     if not file.is_file():
         known = sorted(each.stem for each in CORPORA.glob("*.py"))
@@ -84,4 +131,4 @@ def _load(corpus: str) -> Callable[[], Iterable[Source]]:
     spec.loader.exec_module(module)
     if not callable(getattr(module, "sources", None)):
         raise UserError(f"{file} defines no function sources(): see data/README.md")
-    return module.sources
+    return module

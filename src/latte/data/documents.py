@@ -1,20 +1,22 @@
-"""The documents of a corpus: read, checked to be UTF-8, counted and hashed."""
+"""Files that are a document each: read, checked to be UTF-8, counted and hashed."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from latte.data.corpus import Source
+from latte.data.fetch import open_bytes
 from latte.errors import UserError
 
 
 class Document(NamedTuple):
-    """A document: bytes `start` to `stop` of its file, which hashes to `sha256` as a whole."""
+    """A text: bytes `start` to `stop` of its file, of `whole` bytes, which hash to `sha256`."""
 
     source: Source
     sha256: str
     start: int
     stop: int
+    whole: int
 
     @property
     def size(self) -> int:
@@ -49,16 +51,16 @@ class Survey(NamedTuple):
 
 
 def survey(
-    sources: Sequence[Source], *, skip_bad: bool, progress: Callable[[int], None] = lambda _: None
+    sources: Sequence[Source], *, skip_bad: int, progress: Callable[[int], None] = lambda _: None
 ) -> Survey:
     """Reads every file once. Empty files and exact copies of an earlier file are left out.
 
     Args:
-      skip_bad: leave out files that are not UTF-8 as well.
+      skip_bad: leave out up to so many files that are not UTF-8 as well.
       progress: called with the bytes of each file that was read.
 
     Raises:
-      UserError: a file cannot be read or is not UTF-8, or no document is left.
+      UserError: a file cannot be read, or too many are not UTF-8.
     """
     documents: list[Document] = []
     left_out: list[LeftOut] = []
@@ -67,10 +69,10 @@ def survey(
         data = _read(source)
         progress(len(data))
         bad = _invalid_utf8(data)
-        if bad and not skip_bad:
+        if bad and sum(left.bad for left in left_out) >= skip_bad:
             raise UserError(
-                f"{source.path} is {bad}: convert it, or leave such files out with "
-                "--data.skip_bad true"
+                f"{source.path} is {bad}: convert it, or leave up to N such files out with "
+                f"--data.skip_bad N (it is {skip_bad})"
             )
         digest = hashlib.sha256(data).hexdigest()
         reason = bad or ("" if data else "empty")
@@ -81,17 +83,14 @@ def survey(
             left_out.append(LeftOut(source.name, reason, bool(bad)))
         else:
             seen[digest] = source.name
-            documents.append(Document(source, digest, 0, len(data)))
-    if not documents:
-        pairs = list(zip(sources, left_out, strict=True))[:3]
-        files = ", ".join(f"{source.path} ({left.reason})" for source, left in pairs)
-        raise UserError(f"the corpus holds no text, only {files}: give files with text in UTF-8")
+            documents.append(Document(source, digest, 0, len(data), len(data)))
     return Survey(documents, left_out)
 
 
 def _read(source: Source) -> bytes:
     try:
-        return source.path.read_bytes()
+        with open_bytes(str(source.path)) as file:
+            return file.read()
     except OSError as error:
         raise UserError(f"cannot read {source.path}: {error.strerror}") from error
 

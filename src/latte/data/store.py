@@ -1,88 +1,143 @@
 """The token store: documents as token streams in sharded zarr3, with a manifest.
 
-manifest.json
-tokenizer.model, or tokenizer.txt for bytes
-{train,heldout}/tokens    uint16 (or uint32): every document as separator, t1, …, tn
-{train,heldout}/offsets   int64, [documents + 1]: where each document begins, and the end
-{train,heldout}/sizes     int64, [documents]: bytes of text of each document
+manifest.json, index.npy, rows/, shards.jsonl    see `latte.data.manifest`
+tokenizer.model, .json, or .txt for bytes
+shards/NNNNN/                                    see `latte.data.shard`
+
+A subset of a split is a stream: the documents of that subset in all shards, one after the other.
 """
 
-from dataclasses import dataclass
+import functools
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import tensorstore as ts
 from jaxtyping import Int32, Int64
 
-from latte.data.manifest import Count, Manifest, mend, read_manifest, verify_files
-from latte.data.tokenizer import Tokenizer, load_tokenizer
+from latte.data.manifest import (
+    SPLITS,
+    Index,
+    Manifest,
+    mend,
+    read_index,
+    read_manifest,
+    read_records,
+    shard_name,
+)
+from latte.data.place import Place
+from latte.data.records import is_records
+from latte.data.shard import ShardRecord, documents_spec, token_type, tokens_spec
+from latte.data.tokenizer import Tokenizer, read_tokenizer
+from latte.data.verify import verify
 from latte.errors import UserError
 
-SPLITS = ("train", "heldout")
-_SHARD = 1 << 24
-"""Elements of a shard, which is a file: 32 MB of uint16."""
-_CHUNK = 1 << 13
-"""Elements of a chunk, the least that is read: a few rows, so that random rows cost little."""
-_CACHE = 256 << 20
+_CACHE = 128 << 20
 """Bytes of chunks kept in memory."""
+_OPEN = 1024
+"""Shards that are kept open."""
+_CHECKED = 1 << 30
+"""Bytes of a store on this machine that is checked whole each time that it is opened."""
 
 
-class StreamWriter:
-    """Writes one split of a store, a shard at a time."""
+class Shards:
+    """The arrays of a store's shards, opened when they are first read."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer):
-        """Begins an empty split in a folder that does not exist yet."""
-        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        self._folder = folder
-        self._separator = np.asarray([tokenizer.separator], dtype)
-        self._tokens = _create(folder / "tokens", dtype)
-        self._pending = [self._separator[:0]]
-        self._pending_length = 0
-        self._written = 0
-        self._offsets = [0]
-        self._sizes: list[int] = []
+    def __init__(self, place: Place, dtype: str):
+        self._place, self._dtype = place, dtype
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
+        self._open: OrderedDict[tuple[str, int], ts.TensorStore] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def add(self, ids: Int32[np.ndarray, " n"], size: int) -> None:
-        """Appends a document of `size` bytes of text."""
-        self._pending += [self._separator, ids.astype(self._separator.dtype)]
-        self._pending_length += 1 + len(ids)
-        self._offsets.append(self._written + self._pending_length)
-        self._sizes.append(size)
-        if self._pending_length >= _SHARD:
-            self._flush(self._pending_length // _SHARD * _SHARD)
+    def tokens(self, number: int) -> ts.TensorStore:
+        return self._array("tokens", number)
 
-    def close(self) -> Count:
-        """Writes what is pending, and returns what the split holds."""
-        self._flush(self._pending_length)
-        for name, values in (("offsets", self._offsets), ("sizes", self._sizes)):
-            _append(_create(self._folder / name, "int64"), 0, np.asarray(values, np.int64))
-        return Count(self._written, len(self._sizes), sum(self._sizes))
+    def documents(self, number: int) -> ts.TensorStore:
+        return self._array("documents", number)
 
-    def _flush(self, length: int) -> None:
-        tokens = np.concatenate(self._pending)
-        self._tokens = _append(self._tokens, self._written, tokens[:length])
-        self._written += length
-        # A copy, so that what was written can be freed.
-        self._pending = [tokens[length:].copy()]
-        self._pending_length -= length
+    def error(self, number: int, error: Exception) -> UserError:
+        """What to say when a shard cannot be read."""
+        words = " ".join(str(error).split())[:300]
+        return UserError(
+            f"shard {self._place}/{shard_name(number)} cannot be read ({words}): "
+            f"{mend(self._place)}, or see `latte data verify {self._place}`"
+        )
+
+    def _array(self, name: str, number: int) -> ts.TensorStore:
+        with self._lock:
+            if (name, number) in self._open:
+                self._open.move_to_end((name, number))
+                return self._open[name, number]
+        # A shard is never longer than this, and where it ends the index knows: that spares a read.
+        length = 1 << 40
+        spec = tokens_spec(self._dtype, length) if name == "tokens" else documents_spec(length)
+        array = ts.open(
+            {**spec, "kvstore": self._place.spec(f"{shard_name(number)}/{name}")},
+            context=self._context,
+            open=True,
+            read=True,
+            assume_metadata=True,
+            recheck_cached_data=False,
+        ).result()
+        with self._lock:
+            self._open[name, number] = array
+            while len(self._open) > _OPEN:
+                self._open.popitem(last=False)
+        return array
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """One split of a store.
+    """One subset of one split of a store."""
 
-    offsets: where each document (its separator) begins, and at last the number of tokens.
-    sizes: bytes of text of each document.
-    """
-
-    tokens: ts.TensorStore
-    offsets: Int64[np.ndarray, " documents_plus_1"]
-    sizes: Int64[np.ndarray, " documents"]
+    subset: str
+    shards: Shards
+    index: Index
 
     def __len__(self) -> int:
         """Number of tokens, separators included."""
-        return int(self.offsets[-1])
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @cached_property
+    def ends(self) -> Int64[np.ndarray, " ranges"]:
+        """Where each range ends in the stream."""
+        return np.cumsum(self.index.stop - self.index.start)
+
+    @cached_property
+    def documents(self) -> Int64[np.ndarray, "documents 3"]:
+        """Where each document begins in the stream, its bytes of text, and its line in its input.
+
+        All are read: this is for held-out documents, and for stores that fit into memory.
+        """
+        rows = [np.empty((0, 3), np.int64)]
+        for i in range(len(self.ends)):
+            part = self.documents_of(i, 0, int(self.index.documents[i]))
+            before = int(self.ends[i] - self.index.stop[i])
+            starts = np.concatenate([self.index.start[i : i + 1], part[:-1, 0]]) + before
+            rows.append(np.column_stack([starts, part[:, 1:]]))
+        return np.concatenate(rows)
+
+    @property
+    def offsets(self) -> Int64[np.ndarray, " documents_plus_1"]:
+        """Where each document (its separator) begins, and at last the number of tokens."""
+        return np.append(self.documents[:, 0], len(self))
+
+    @property
+    def sizes(self) -> Int64[np.ndarray, " documents"]:
+        """Bytes of text of each document."""
+        return self.documents[:, 1]
+
+    def documents_of(self, i: int, start: int, stop: int) -> Int64[np.ndarray, "n 3"]:
+        """Documents `start` to `stop` of range i: where each ends in its shard, bytes, and line."""
+        number, first = int(self.index.shard[i]), int(self.index.first[i])
+        array = self.shards.documents(number)
+        try:
+            return np.asarray(array[first + start : first + stop].read().result())
+        except ValueError as error:
+            raise self.shards.error(number, error) from error
 
     def read(self, starts: Int64[np.ndarray, " B"], length: int) -> Int32[np.ndarray, "B length"]:
         """Reads `length` tokens from each start; after the stream's end comes its beginning.
@@ -90,32 +145,61 @@ class TokenStream:
         Args:
           starts: positions in [0, len(self)).
           length: at most len(self) + 1.
+
+        Raises:
+          UserError: a shard is missing or corrupt.
         """
         rows = np.empty((len(starts), length), np.int32)
         reads = []
         for row, start in zip(rows, starts.tolist(), strict=True):
-            stop = min(start + length, len(self))
-            reads.append((row[: stop - start], self.tokens[start:stop].read()))
-            if stop - start < length:
-                reads.append((row[stop - start :], self.tokens[: length - (stop - start)].read()))
-        for part, future in reads:
-            part[:] = future.result()
+            self.begin(row, start, reads)
+        finish(self.shards, reads)
         return rows
+
+    def begin(self, row: np.ndarray, start: int, reads: list) -> None:
+        """Begins to read tokens from `start` into a row; `finish(reads)` waits for them."""
+        i = int(np.searchsorted(self.ends, start, side="right"))
+        done = 0
+        while done < len(row):
+            at = int(self.index.stop[i] - self.ends[i]) + start
+            count = min(len(row) - done, int(self.index.stop[i]) - at)
+            number = int(self.index.shard[i])
+            array = self.shards.tokens(number)
+            reads.append((number, row[done : done + count], array[at : at + count].read()))
+            done += count
+            start += count
+            i += 1
+            if i == len(self.ends):
+                i, start = 0, 0
+
+
+def finish(shards: Shards, reads: list) -> None:
+    """Waits for reads of tokens, each (shard, where it goes, future)."""
+    for number, part, future in reads:
+        try:
+            part[:] = future.result()
+        except ValueError as error:
+            raise shards.error(number, error) from error
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A corpus as tokens, verified."""
+    """A corpus as tokens, verified.
 
-    folder: Path
+    streams: of each (split, subset).
+    """
+
+    place: Place
     manifest: Manifest
     tokenizer: Tokenizer
-    train: TokenStream
-    heldout: TokenStream
+    streams: dict[tuple[str, str], TokenStream] = field(repr=False)
 
     @classmethod
-    def open(cls, folder: Path, *, fingerprint: str | None = None) -> "TokenStore":
-        """Opens a store after checking all of it against its manifest.
+    def open(cls, where: Path | str, *, fingerprint: str | None = None) -> "TokenStore":
+        """Opens a store, in a folder or at a URL, after checking it against its manifest.
+
+        All of it is checked if it is on this machine and not large. Of others the manifest and the
+        index are; what is read of the shards is checked as it is read, chunk by chunk.
 
         Args:
           fingerprint: of the tokenizer that the tokens are meant for; None accepts any.
@@ -123,63 +207,42 @@ class TokenStore:
         Raises:
           UserError: a file is missing or corrupt, or the tokenizer is another one.
         """
-        manifest = read_manifest(folder)
+        place = Place(str(where))
+        manifest = read_manifest(place)
         if fingerprint not in (None, manifest.fingerprint):
             raise UserError(
-                f"the tokens in {folder} were made by another tokenizer (fingerprint "
+                f"the tokens in {place} were made by another tokenizer (fingerprint "
                 f"{manifest.fingerprint[:12]}, not {fingerprint[:12]}): "
                 "prepare the corpus with the tokenizer of this run"
             )
-        verify_files(folder, manifest)
-        tokenizer = load_tokenizer(folder)
+        if place.is_local and manifest.bytes <= _CHECKED:
+            verify(place, full=True)
+        tokenizer = read_tokenizer(place.read, place)
         if tokenizer.fingerprint != manifest.fingerprint:
-            raise UserError(f"the tokenizer in {folder} is not the manifest's: {mend(folder)}")
-        train, heldout = (_open_stream(folder / split) for split in SPLITS)
-        return cls(folder, manifest, tokenizer, train, heldout)
+            raise UserError(f"the tokenizer in {place} is not the manifest's: {mend(place)}")
+        shards = Shards(place, token_type(manifest.vocab_size))
+        streams = {
+            key: TokenStream(key[1], shards, index)
+            for key, index in read_index(place, manifest).items()
+        }
+        return cls(place, manifest, tokenizer, streams)
 
-    def stream(self, split: str) -> TokenStream:
-        """The stream of "train" or "heldout"."""
-        return {"train": self.train, "heldout": self.heldout}[split]
+    @property
+    def subsets(self) -> list[str]:
+        """The subsets that are trained on, sorted."""
+        return [subset for split, subset in self.streams if split == "train"]
 
+    def split(self, split: str) -> list[TokenStream]:
+        """The streams of "train" or "heldout", sorted by subset."""
+        assert split in SPLITS
+        return [stream for (of, _), stream in self.streams.items() if of == split]
 
-def _create(folder: Path, dtype: str) -> ts.TensorStore:
-    """An empty one-dimensional array. No compression: a row is read in microseconds as it is."""
-    little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
-    sharding = {
-        "chunk_shape": [_CHUNK],
-        "codecs": [little_endian, {"name": "crc32c"}],
-        "index_codecs": [little_endian, {"name": "crc32c"}],
-    }
-    metadata = {
-        "shape": [0],
-        "data_type": dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [_SHARD]}},
-        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-    }
-    return ts.open({**_spec(folder), "metadata": metadata}, create=True).result()
+    def is_texts(self, number: int) -> bool:
+        """Whether the documents of a shard are whole files."""
+        sources = self.records[number].sources
+        return len(sources) != 1 or not is_records(sources[0].name)
 
-
-def _append(array: ts.TensorStore, start: int, values: np.ndarray) -> ts.TensorStore:
-    """Writes `values` at `start`, the array's end."""
-    longer = array.resize(exclusive_max=[start + len(values)]).result()
-    longer[start:].write(values).result()
-    return longer
-
-
-def _open_stream(folder: Path) -> TokenStream:
-    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
-    tokens, offsets, sizes = (
-        ts.open(
-            _spec(folder / name), context=context, read=True, recheck_cached_data=False
-        ).result()
-        for name in ("tokens", "offsets", "sizes")
-    )
-    return TokenStream(
-        tokens,
-        cast(np.ndarray, offsets.read().result()),
-        cast(np.ndarray, sizes.read().result()),
-    )
-
-
-def _spec(folder: Path) -> dict[str, Any]:
-    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder.resolve()}/"}}
+    @functools.cached_property
+    def records(self) -> list[ShardRecord]:
+        """Where the shards came from."""
+        return read_records(self.place, self.manifest)

@@ -1,11 +1,12 @@
-"""Text to token ids and back: plain bytes, and sentencepiece."""
+"""Text to token ids and back: plain bytes, sentencepiece, and what the Hugging Face hub has."""
 
 import hashlib
 import io
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import sentencepiece
@@ -16,13 +17,15 @@ from latte.errors import UserError
 SEPARATOR = "<|doc|>"
 """How the separator is written; no text encodes to it, not even these characters."""
 
+_SEPARATORS = ("<|endoftext|>", "<bos>", "<s>", "<|begin_of_text|>", "</s>", "<eos>")
+"""What tokenizers of the hub call the token between documents."""
 _SPACE = "\u2581"
 """What sentencepiece writes for a space inside its pieces."""
 _BLOCK = 1 << 16
 """Characters encoded at a time: sentencepiece takes 45 bytes of memory for each."""
 _SENTENCE = 1 << 12
 """Characters of a training sentence; newlines stay inside, to learn pieces such as ":\\n"."""
-_SAMPLE = 64_000_000
+SAMPLE = 64_000_000
 """Most characters that a tokenizer is trained on; sentencepiece holds them all in memory."""
 _PROBE = "  two  spaces \t\r\n\n\0\u00a0\ufb01\uff21e\u0301\u200d\ufeff<s> end "
 """What a normalisation would change: spaces, controls, a ligature, a wide letter, accents."""
@@ -51,8 +54,13 @@ class Tokenizer(ABC):
         """The bytes that ids stand for; separators stand for none."""
 
     @abstractmethod
+    def files(self) -> dict[str, bytes]:
+        """The files, by name, from which `read_tokenizer` makes it again."""
+
     def save(self, folder: Path) -> None:
-        """Writes what `load` needs into a folder."""
+        """Writes its files into a folder."""
+        for name, content in self.files().items():
+            (folder / name).write_bytes(content)
 
     def decode(self, ids: Sequence[int] | Integer[np.ndarray, " n"]) -> str:
         """The text that ids stand for; bytes that are not UTF-8 become U+FFFD."""
@@ -73,8 +81,8 @@ class ByteTokenizer(Tokenizer):
     def decode_bytes(self, ids: Sequence[int] | Integer[np.ndarray, " n"]) -> bytes:
         return bytes(token for token in np.asarray(ids).tolist() if token != self.separator)
 
-    def save(self, folder: Path) -> None:
-        (folder / "tokenizer.txt").write_text("bytes\n")
+    def files(self) -> dict[str, bytes]:
+        return {"tokenizer.txt": b"bytes\n"}
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -130,8 +138,80 @@ class SentencePieceTokenizer(Tokenizer):
             return b"".join([self._bytes_of[token] for token in numbers])
         return self._pieces.decode([token for token in numbers if token != self.separator]).encode()
 
-    def save(self, folder: Path) -> None:
-        (folder / "tokenizer.model").write_bytes(self._model)
+    def files(self) -> dict[str, bytes]:
+        return {"tokenizer.model": self._model}
+
+
+class HubTokenizer(Tokenizer):
+    """A tokenizer.json of the Hugging Face hub, such as GPT-2's or Gemma's.
+
+    The separator is the first that it has of `_SEPARATORS`, else one id more than it has.
+    """
+
+    def __init__(self, definition: bytes):
+        """Takes the content of a tokenizer.json.
+
+        Raises:
+          UserError: it is none, or the package that reads it is missing.
+        """
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise UserError(
+                "this tokenizer needs a package: pip install 'latte-lm[prepare]'"
+            ) from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(definition.decode())
+        except Exception as error:  # The library raises no class of its own.
+            raise UserError(
+                f"not a tokenizer.json ({error}): give the file that the hub has"
+            ) from error
+        # Names of special tokens in a text are text, and no row is cut or padded.
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._definition = definition
+        size = self._tokenizer.get_vocab_size()
+        known = map(self._tokenizer.token_to_id, _SEPARATORS)
+        self.separator = next((token for token in known if token is not None), size)
+        self.vocab_size = max(size, self.separator + 1)
+        self.fingerprint = hashlib.sha256(b"latte hub 1" + definition).hexdigest()
+        self.exact = self.decode_bytes(self.encode(_PROBE)) == _PROBE.encode()
+
+    def encode(self, text: str) -> Int32[np.ndarray, " n"]:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode_bytes(self, ids: Sequence[int] | Integer[np.ndarray, " n"]) -> bytes:
+        numbers = [token for token in np.asarray(ids).tolist() if token != self.separator]
+        return self._tokenizer.decode(numbers, skip_special_tokens=False).encode()
+
+    def files(self) -> dict[str, bytes]:
+        return {"tokenizer.json": self._definition}
+
+
+_KINDS = {
+    "tokenizer.model": SentencePieceTokenizer,
+    "tokenizer.json": HubTokenizer,
+    "tokenizer.txt": lambda content: ByteTokenizer(),
+}
+"""What makes a tokenizer of the content of each file."""
+
+
+def read_tokenizer(read: Callable[[str], bytes | None], where: object) -> Tokenizer:
+    """The tokenizer whose file is in a place.
+
+    Args:
+      read: gives the content of a file of the place, or None.
+      where: what the place is called.
+
+    Raises:
+      UserError: the place holds no tokenizer.
+    """
+    for name, make in _KINDS.items():
+        content = read(name)
+        if content is not None:
+            return make(content)
+    raise UserError(f"{where} holds no tokenizer: delete the folder and prepare the corpus again")
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -140,22 +220,71 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
       UserError: the folder holds no tokenizer.
     """
-    if (folder / "tokenizer.model").exists():
-        return SentencePieceTokenizer((folder / "tokenizer.model").read_bytes())
-    if (folder / "tokenizer.txt").exists():
+
+    def read(name: str) -> bytes | None:
+        return (folder / name).read_bytes() if (folder / name).exists() else None
+
+    return read_tokenizer(read, folder)
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """A tokenizer that is there already: bytes, the path of a .model or .json file, of a folder
+    with one, or its name on the Hugging Face hub.
+
+    Raises:
+      UserError: there is none of that name.
+    """
+    if name == "bytes":
         return ByteTokenizer()
-    raise UserError(f"{folder} holds no tokenizer: delete the folder and prepare the corpus again")
+    path = Path(name)
+    if path.is_dir():
+        return load_tokenizer(path)
+    try:
+        if path.suffix == ".model":
+            return SentencePieceTokenizer(path.read_bytes())
+        if path.suffix == ".json":
+            return HubTokenizer(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"cannot read the tokenizer {name} ({error.strerror}): correct --data.tokenizer"
+        ) from error
+    return HubTokenizer(_download(name))
+
+
+def _download(name: str) -> bytes:
+    """The tokenizer.json of a model on the hub."""
+    mend = (
+        "give bytes, sentencepiece, the path of a .model or tokenizer.json file, or "
+        "ORGANISATION/NAME on the Hugging Face hub"
+    )
+    if "/" not in name:
+        raise UserError(f"no tokenizer {name!r}: {mend}")
+    try:
+        import huggingface_hub
+
+        return Path(huggingface_hub.hf_hub_download(name, "tokenizer.json")).read_bytes()
+    except ImportError as error:
+        raise UserError(
+            f"a tokenizer by its name ({name}) needs a package: pip install 'latte-lm[prepare]'"
+        ) from error
+    except Exception as error:  # Of many kinds: no such name, no permission, no network.
+        words = " ".join(str(error).split())[:200]
+        raise UserError(f"no tokenizer {name!r} ({words}): {mend}") from error
 
 
 def train_sentencepiece(
-    documents: Iterable[str], characters: int, vocab_size: int
+    documents: Iterable[str],
+    characters: int,
+    vocab_size: int,
+    kind: Literal["bpe", "unigram"] = "bpe",
 ) -> SentencePieceTokenizer:
-    """Trains byte-pair encoding with byte fallback and no normalisation, deterministically.
+    """Trains a vocabulary with byte fallback and no normalisation, deterministically.
 
     Args:
       documents: the texts to learn from.
       characters: about how many characters they have, from which it follows how they are sampled.
       vocab_size: pieces, the 256 bytes and the separator included.
+      kind: byte-pair encoding, or a unigram language model.
 
     Raises:
       UserError: the text does not give so many pieces, or has more letters than that.
@@ -163,9 +292,9 @@ def train_sentencepiece(
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(
-            sentence_iterator=_sentences(documents, 1 + characters // _SAMPLE),
+            sentence_iterator=_sentences(documents, 1 + characters // SAMPLE),
             model_writer=model,
-            model_type="bpe",
+            model_type=kind,
             vocab_size=vocab_size,
             byte_fallback=True,
             normalization_rule_name="identity",

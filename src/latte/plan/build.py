@@ -177,17 +177,18 @@ def total_of(memory: dict[str, int]) -> int:
 
 def with_sizes(config: Config) -> Config:
     """The config with the sizes that a run takes from its tokenizer and its rows."""
-    from latte.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+    from latte.data.manifest import read_manifest
+    from latte.data.place import Place
+    from latte.data.tokenizer import open_tokenizer
 
     model, data = config.model, config.data
     vocab_size = model.vocab_size
-    if not vocab_size and data.tokenizer == "sentencepiece":
+    if not vocab_size and data.store:
+        vocab_size = read_manifest(Place(data.store)).vocab_size
+    elif not vocab_size and data.tokenizer == "sentencepiece":
         vocab_size = data.tokenizer_vocab
     elif not vocab_size:
-        path = Path(data.tokenizer)
-        bytes_only = data.tokenizer == "bytes"
-        tokenizer = ByteTokenizer() if bytes_only else SentencePieceTokenizer(path.read_bytes())
-        vocab_size = tokenizer.vocab_size
+        vocab_size = open_tokenizer(data.tokenizer).vocab_size
     max_length = model.max_length or config.train.sequence_length
     return replace(config, model=replace(model, vocab_size=vocab_size, max_length=max_length))
 
