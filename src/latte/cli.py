@@ -261,6 +261,58 @@ def _generate(parser: _Parser, argv: list[str]) -> int:
     return 0
 
 
+def _export(parser: _Parser, argv: list[str]) -> int:
+    parser.add_argument("--out", metavar="DIR", help="the folder to write; it must not be there")
+    parser.add_argument(
+        "--push-to-hub", metavar="NAME", help="put it on the Hugging Face Hub, as USER/MODEL"
+    )
+    parser.add_argument(
+        "--licence", default="apache-2.0", help="of the weights, for the card (%(default)s)"
+    )
+    parser.add_argument(
+        "--shard-bytes", type=int, default=4_000_000_000, help="most bytes a file (%(default)s)"
+    )
+    _add_json(parser)
+    options = _of_run(parser, argv)
+    if options is None:
+        return 0
+    if options.out is None:
+        raise UserError("--out is missing; name the folder to write")
+    if options.shard_bytes < 1:
+        raise UserError(f"--shard-bytes is {options.shard_bytes}, but it must be at least 1")
+    from latte.hf.export import export, push
+
+    out = Path(options.out)
+    found = export(options.run_dir, out, licence=options.licence, shard_bytes=options.shard_bytes)
+    if options.push_to_hub:
+        found["pushed"] = push(out, options.push_to_hub)
+    _print(found, options.json)
+    return 0
+
+
+def _import(parser: _Parser, argv: list[str]) -> int:
+    parser.add_argument("--from", dest="folder", metavar="DIR", help="a folder for transformers")
+    _add_run_dir(parser, "the run directory to make; it must not be there")
+    _add_json(parser)
+    options, rest = parser.parse_known_args(argv)
+    if options.help:
+        print(parser.format_help(), end="")
+        return 0
+    if rest:
+        near = parser.nearest_flag(rest[0]) or f"; see `{parser.prog} --help`"
+        raise UserError(f"unknown argument {rest[0]!r}{near}")
+    for name, value in (("--from", options.folder), ("--run", options.run_dir)):
+        if value is None:
+            raise UserError(f"{name} is missing; see `{parser.prog} --help`")
+    folder = Path(options.folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is no model's folder: it has no config.json")
+    from latte.hf.imports import import_folder
+
+    _print(import_folder(folder, Path(options.run_dir)), options.json)
+    return 0
+
+
 def _check_sampling(options: argparse.Namespace) -> None:
     for name, least in (("tokens", 1), ("batch", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         value = getattr(options, name)
@@ -323,6 +375,8 @@ _COMMANDS = {
     "train": (_train, "train a model, or go on with a run that was stopped"),
     "eval": (_eval, "the held-out loss of a run's newest checkpoint"),
     "generate": (_generate, "text from a run's newest checkpoint"),
+    "export": (_export, "a run's newest checkpoint as a folder for Hugging Face transformers"),
+    "import": (_import, "a run directory of a folder for Hugging Face transformers"),
     "plan": (_plan, "what a run would take on a slice of TPUs, with none at hand"),
     "data": (_data, "prepare corpora"),
 }

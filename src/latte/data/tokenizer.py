@@ -82,6 +82,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     It is exact if the model has byte fallback and normalises nothing, as those trained here do. The
     separator is the model's <s>, else its </s>, else one id more than the model has.
+
+    serialized: the model itself, as sentencepiece stores it.
     """
 
     def __init__(self, model: bytes):
@@ -90,7 +92,7 @@ class SentencePieceTokenizer(Tokenizer):
         Raises:
           UserError: `model` is not a sentencepiece model.
         """
-        self._model = model
+        self.serialized = model
         self._pieces = sentencepiece.SentencePieceProcessor()
         try:
             self._pieces.LoadFromSerializedProto(model)
@@ -131,7 +133,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._pieces.decode([token for token in numbers if token != self.separator]).encode()
 
     def save(self, folder: Path) -> None:
-        (folder / "tokenizer.model").write_bytes(self._model)
+        (folder / "tokenizer.model").write_bytes(self.serialized)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
