@@ -12,7 +12,17 @@ from latte.config import load, settings, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMMANDS = ["train", "eval", "generate", "plan", "data", "data prepare"]
+COMMANDS = [
+    "train",
+    "eval",
+    "generate",
+    "serve",
+    "export",
+    "import",
+    "plan",
+    "data",
+    "data prepare",
+]
 
 NO_JAX = (
     "import sys, latte.cli\n"
@@ -62,7 +72,7 @@ def test_train_help_shows_every_setting_with_its_value_and_meaning():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("", "no command; there are train, eval, generate, plan, data"),
+        ("", "no command; there are train, eval, generate, serve, export, import, plan, data"),
         ("trian", "unknown command 'trian'; did you mean train?"),
         ("data prepar", "did you mean prepare?"),
         ("train", "--config is missing"),
@@ -86,6 +96,10 @@ def test_train_help_shows_every_setting_with_its_value_and_meaning():
         ("eval --run nowhere --jsn", "did you mean --json?"),
         ("generate --run-dir nowhere --tokens ten", "--tokens: invalid int value: 'ten'"),
         ("generate --run nowhere", "nowhere is no run directory"),
+        ("serve --run nowhere", "nowhere is no run directory"),
+        ("export --run nowhere --out out", "nowhere is no run directory"),
+        ("import --run nowhere", "--from is missing"),
+        ("import --from nowhere --run out", "nowhere is no model's folder"),
     ],
 )
 def test_bad_input_is_one_sentence_at_once(arguments, words):

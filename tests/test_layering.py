@@ -17,7 +17,8 @@ FLOORS = [
     {"model", "optim", "metrics", "processes"},
     {"checkpoint", "cost", "plots", "monitor"},
     {"run", "replay"},
-    {"train", "evaluate", "generate", "report", "plan", "hf", "scaling"},
+    {"train", "evaluate", "generate", "report", "plan", "scaling"},
+    {"hf", "serve"},
     {"cli"},
     {"__main__", "__init__"},
 ]

@@ -261,6 +261,47 @@ def _generate(parser: _Parser, argv: list[str]) -> int:
     return 0
 
 
+def _serve(parser: _Parser, argv: list[str]) -> int:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 for a free one (%(default)s)")
+    parser.add_argument(
+        "--slots", type=int, default=16, help="requests that are drawn at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=4096,
+        help="most tokens of a prompt with its continuation (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-requests",
+        type=int,
+        default=256,
+        help="requests in flight above which others are refused (%(default)s)",
+    )
+    options = _of_run(parser, argv)
+    if options is None:
+        return 0
+    for name, least in (("slots", 1), ("max_length", 2), ("max_requests", 1), ("port", 0)):
+        _check_least(name, getattr(options, name), least)
+    try:
+        from latte.serve.app import serve
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is not installed; run `pip install latte-lm[serve]`"
+        ) from None
+
+    serve(
+        options.run_dir,
+        host=options.host,
+        port=options.port,
+        slots=options.slots,
+        room=options.max_length,
+        most=options.max_requests,
+    )
+    return 0
+
+
 def _export(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("--out", metavar="DIR", help="the folder to write; it must not be there")
     parser.add_argument(
@@ -278,8 +319,7 @@ def _export(parser: _Parser, argv: list[str]) -> int:
         return 0
     if options.out is None:
         raise UserError("--out is missing; name the folder to write")
-    if options.shard_bytes < 1:
-        raise UserError(f"--shard-bytes is {options.shard_bytes}, but it must be at least 1")
+    _check_least("shard_bytes", options.shard_bytes, 1)
     from latte.hf.export import export, push
 
     out = Path(options.out)
@@ -315,12 +355,15 @@ def _import(parser: _Parser, argv: list[str]) -> int:
 
 def _check_sampling(options: argparse.Namespace) -> None:
     for name, least in (("tokens", 1), ("batch", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        value = getattr(options, name)
-        if not value >= least:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {value}, but it must be at least {least}")
+        _check_least(name, getattr(options, name), least)
     if not 0 < options.top_p <= 1:
         raise UserError(f"--top-p is {options.top_p}, but it must be above 0 and at most 1")
+
+
+def _check_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        flag = name.replace("_", "-")
+        raise UserError(f"--{flag} is {value}, but it must be at least {least}")
 
 
 def _of_run(parser: _Parser, argv: list[str]) -> argparse.Namespace | None:
@@ -375,6 +418,7 @@ _COMMANDS = {
     "train": (_train, "train a model, or go on with a run that was stopped"),
     "eval": (_eval, "the held-out loss of a run's newest checkpoint"),
     "generate": (_generate, "text from a run's newest checkpoint"),
+    "serve": (_serve, "a run behind the OpenAI protocol, completions and chat"),
     "export": (_export, "a run's newest checkpoint as a folder for Hugging Face transformers"),
     "import": (_import, "a run directory of a folder for Hugging Face transformers"),
     "plan": (_plan, "what a run would take on a slice of TPUs, with none at hand"),

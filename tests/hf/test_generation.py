@@ -14,7 +14,7 @@ ONLY = {"pad_token_id": 256, "eos_token_id": 259, "do_sample": False}
 
 
 def encode(path, prompts=PROMPTS) -> dict:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=True)
     return dict(tokenizer(list(prompts), return_tensors="pt", padding=True))
 
 

@@ -43,7 +43,7 @@ def write_card(
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         f'model = AutoModelForCausalLM.from_pretrained("FOLDER"{remote})',
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+        f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{remote})',
         'prompt = tokenizer("Once upon a time", return_tensors="pt")',
         "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=100)[0]))",
         "```",

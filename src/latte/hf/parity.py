@@ -112,9 +112,7 @@ def _forward(model: LanguageModel, tokens: jax.Array) -> jax.Array:
     return model(tokens)[0]
 
 
-def read_logits(
-    model: LanguageModel, row: Sequence[int], length: int
-) -> Float[np.ndarray, "T V"]:
+def read_logits(model: LanguageModel, row: Sequence[int], length: int) -> Float[np.ndarray, "T V"]:
     """The logits of every token of a row; what fills it up to a common `length` is not seen."""
     padded = np.zeros((1, length), np.int32)
     padded[0, : len(row)] = row

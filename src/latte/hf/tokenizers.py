@@ -163,7 +163,7 @@ def _compare(tokenizer: Tokenizer, folder: Path) -> None:
     """Refuses a form that reads or writes text otherwise than the run's tokenizer."""
     from transformers import AutoTokenizer
 
-    other = AutoTokenizer.from_pretrained(folder)
+    other = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     for probe in _PROBES:
         own = [tokenizer.separator, *tokenizer.encode(probe).tolist()]
         same = other(probe)["input_ids"] == own

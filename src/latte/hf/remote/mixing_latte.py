@@ -125,8 +125,7 @@ def _split(x: Tensor, size: int, fill: float) -> Tensor:
 
 
 def _finite(m: Tensor) -> Tensor:
-    """A maximum as a reference for exponents: without gradient, and 0 where nothing was seen."""
-    m = m.detach()
+    """A maximum as a reference for exponents: 0 where nothing was seen."""
     return m.masked_fill(m == -math.inf, 0.0)
 
 
@@ -136,7 +135,8 @@ def _chunk_states(
     """The states before each of n chunks and after the last: [B, H, n + 1, …]."""
     own = (run == run[:, :, -1:])[:, None, :, :, None]
     k = k.masked_fill(~own, -math.inf)
-    m = k.amax(dim=3)
+    # Maxima have no gradient: what they scale is divided by what they scale.
+    m = k.detach().amax(dim=3)
     e = torch.exp(k - _finite(m)[:, :, :, None])
     m = torch.cat([state.m[:, :, None], m], dim=2)
     z = torch.cat([state.z[:, :, None], e.sum(dim=3)], dim=2)
@@ -164,7 +164,7 @@ def _chunk_outputs(
     goes_on = (run == document[:, :, None])[:, None, :, :, None]
     each = k[:, :, :, None].masked_fill(~pairs[:, None, :, :, :, None], -math.inf)
     carried = state.m[:, :, :, None].masked_fill(~goes_on, -math.inf)
-    reference = _finite(torch.maximum(each.amax(dim=4), carried))
+    reference = _finite(torch.maximum(each.detach().amax(dim=4), carried))
     e = torch.exp(each - reference[:, :, :, :, None])
     past = torch.exp(carried - reference)
     total = e.sum(dim=4) + past * state.z[:, :, :, None]
