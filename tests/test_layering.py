@@ -18,7 +18,7 @@ FLOORS = [
     {"checkpoint", "cost", "plots", "monitor"},
     {"run", "replay"},
     {"train", "evaluate", "generate", "report", "plan", "scaling"},
-    {"hf", "serve"},
+    {"hf", "serve", "harness", "positions"},
     {"cli"},
     {"__main__", "__init__"},
 ]

@@ -207,14 +207,81 @@ def _describe(config: Config) -> str:
 
 
 def _eval(parser: _Parser, argv: list[str]) -> int:
+    parser.add_argument("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, instead")
+    parser.add_argument("--task-path", metavar="DIR", help="a folder of task files of your own")
+    parser.add_argument("--limit", type=int, help="items of each task; all by default")
+    parser.add_argument(
+        "--max-length", type=int, default=0, help="most tokens of an item; 0 as in training"
+    )
+    parser.add_argument("--batch", type=int, default=8, help="rows at once (%(default)s)")
+    parser.add_argument(
+        "--beside", metavar="DIR", help="an exported folder, to score through transformers too"
+    )
+    parser.add_argument(
+        "--by-position", type=int, metavar="T", help="loss by position up to T tokens, instead"
+    )
     _add_json(parser)
     options = _of_run(parser, argv)
     if options is None:
+        return 0
+    for name, least in (("batch", 1), ("max_length", 0)):
+        _check_least(name, getattr(options, name), least)
+    for name in ("limit", "by_position"):
+        _check_least(name, getattr(options, name) or 1, 1)
+    if options.tasks:
+        return _eval_tasks(options)
+    if options.by_position:
+        from latte.positions import positions_of_run
+
+        found = positions_of_run(options.run_dir, options.by_position, batch=options.batch)
+        _print_rows(found, "positions", options.json)
         return 0
     from latte.evaluate import evaluate_run
 
     _print(evaluate_run(options.run_dir), options.json)
     return 0
+
+
+def _eval_tasks(options: argparse.Namespace) -> int:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        from latte.harness import run_tasks
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is not installed; run `pip install latte-lm[eval]`"
+        ) from None
+
+    found = run_tasks(
+        options.run_dir,
+        options.tasks.split(","),
+        task_path=Path(options.task_path) if options.task_path else None,
+        limit=options.limit,
+        length=options.max_length,
+        batch_size=options.batch,
+        beside=Path(options.beside) if options.beside else None,
+    )
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    for kind in ("tasks", "exported"):
+        for task, scores in found.get(kind, {}).items():
+            _print({f"{kind} {task} {name}": value for name, value in scores.items()}, False)
+    if "items_that_differ" in found:
+        _print({"items_that_differ": found["items_that_differ"]}, False)
+    return 0
+
+
+def _print_rows(found: dict[str, Any], rows: str, as_json: bool) -> None:
+    """Prints values of which one is a table."""
+    if as_json:
+        print(json.dumps(found))
+        return
+    table = found.pop(rows)
+    _print(found, False)
+    print("  ".join(f"{name:>12}" for name in table[0]))
+    for row in table:
+        cells = (f"{v:.5g}" if isinstance(v, float) else str(v) for v in row.values())
+        print("  ".join(f"{cell:>12}" for cell in cells))
 
 
 def _generate(parser: _Parser, argv: list[str]) -> int:
@@ -360,7 +427,7 @@ def _check_sampling(options: argparse.Namespace) -> None:
         raise UserError(f"--top-p is {options.top_p}, but it must be above 0 and at most 1")
 
 
-def _check_least(name: str, value: float, least: float) -> None:
+def _check_least(name: str, value: float | int, least: int) -> None:
     if not value >= least:
         flag = name.replace("_", "-")
         raise UserError(f"--{flag} is {value}, but it must be at least {least}")

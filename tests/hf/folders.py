@@ -87,3 +87,12 @@ def same(found: np.ndarray, expected: np.ndarray) -> None:
 
 def random_tokens(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape)
+
+
+def losses_of(model: LanguageModel, document: Any) -> np.ndarray:
+    """Nats of every token [T − 1] of a document after its first, by the definition."""
+    document = np.asarray(document)
+    logits = definitions.logits(definitions.wide(model), document)[:-1]
+    most = logits.max(axis=-1)
+    total = np.log(np.exp(logits - most[:, None]).sum(axis=-1)) + most
+    return total - logits[np.arange(len(logits)), document[1:]]
