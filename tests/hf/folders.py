@@ -48,10 +48,10 @@ class Folder:
     own: LanguageModel
 
     @classmethod
-    def make(cls, path: Path, name: str) -> "Folder":
+    def make(cls, path: Path, name: str, length: int = 600) -> "Folder":
         """As `export` writes it, without what it says of it."""
-        model, end = make(shape(name)), BYTES.separator
-        config, generation = shape(name), generation_config(shape(name), end, BYTES.vocab_size)
+        config, end = shape(name, length), BYTES.separator
+        model, generation = make(config), generation_config(config, end, BYTES.vocab_size)
         write_model(model, transformers_config(config, end), generation, path, 10_000)
         write_tokenizer(BYTES, path)
         return cls(path, model)

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+import torch
 import transformers
 
 from latte.cli import main
@@ -21,7 +22,17 @@ from latte.hf.parity import compare
 from latte.hf.tokenizers import write_tokenizer
 from latte.mesh import make_mesh
 from latte.run import open_run
-from tests.hf.folders import BYTES, SHAPES, TRANSFORMER_PP, make_run, shape
+from tests import definitions
+from tests.hf.folders import (
+    BYTES,
+    SHAPES,
+    TRANSFORMER_PP,
+    make_run,
+    random_tokens,
+    read,
+    same,
+    shape,
+)
 from tests.models import make
 from tests.training.tiny import evaluations
 
@@ -112,6 +123,41 @@ def test_every_model_is_exported(name, tmp_path):
     run = make_run(tmp_path / "run", name)
     assert main(["export", "--run", str(run), "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "modeling_latte.py").exists() == (name != TRANSFORMER_PP)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llama_of_transformers_is_read(tmp_path, capsys, tied):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
+    llama = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    folder, run = tmp_path / "llama", tmp_path / "run"
+    llama.save_pretrained(folder)
+    BYTES.save(folder)
+    assert main(["import", "--from", str(folder), "--run", str(run)]) == 0
+    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
+        _, _, model, _ = open_run(run)
+    tokens = random_tokens(60)
+    same(definitions.logits(definitions.wide(model), tokens), read(llama, tokens[None])[0])
+
+
+def test_a_llama_with_more_than_ours_is_refused(tmp_path, capsys):
+    folder = tmp_path / "llama"
+    config = transformers.LlamaConfig(num_hidden_layers=1, attention_bias=True)
+    config.save_pretrained(folder)
+    said = refused(["import", "--from", str(folder), "--run", str(tmp_path / "run")], capsys)
+    assert "has attention_bias True, but only False can be read" in said
 
 
 def refused(arguments: list[str], capsys) -> str:

@@ -1,5 +1,6 @@
 """A folder for transformers as a run directory, which every other command reads."""
 
+import dataclasses
 import json
 import shutil
 from dataclasses import replace
@@ -11,12 +12,13 @@ from latte.config import Config, from_json, to_json, validate
 from latte.data.tokenizer import Tokenizer, load_tokenizer
 from latte.errors import UserError
 from latte.hf.folder import read_json, read_model
+from latte.hf.foreign import of_llama
 from latte.model import LanguageModel
 from latte.run import write_config
 
 
 def import_folder(folder: Path, run_dir: Path) -> dict[str, Any]:
-    """Makes a run directory of an exported folder; its weights are the run's to the bit.
+    """Makes a run directory of a folder; the weights of an exported one are the run's to the bit.
 
     Raises:
         UserError: the folder is no model, is not whole, or `run_dir` is there already.
@@ -24,12 +26,16 @@ def import_folder(folder: Path, run_dir: Path) -> dict[str, Any]:
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise UserError(f"{run_dir} is there already; choose another --run, or delete it")
     stored = read_json(folder / "config.json")
-    if "latte" not in stored:
-        kind = stored.get("model_type", "no model")
-        raise UserError(f"{folder} holds {kind}, which was not exported by `latte export`")
+    kind = stored.get("model_type", "no model")
+    if "latte" in stored:
+        fields = stored["latte"]
+    elif kind == "llama":
+        fields = dataclasses.asdict(of_llama(stored, str(folder)))
+    else:
+        raise UserError(f"{folder} holds {kind}; what can be read is what was exported, and llama")
     run = stored.get("latte_run", {})
     name, step = run.get("name", folder.name), run.get("step", 0)
-    config = _config(name, stored["latte"], str(folder / "config.json"))
+    config = _config(name, fields, str(folder / "config.json"))
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
