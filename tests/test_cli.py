@@ -1,6 +1,7 @@
 """The command `latte` as a user meets it: real processes, exit status, one sentence on stderr."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -126,6 +127,12 @@ def test_bad_sampling(run, arguments, words):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
+
+
+def test_a_prompt_that_is_no_text(run):
+    done = latte("generate", "--run", str(run), "--prompt", os.fsdecode(b"\xff"))
+    assert done.returncode == 2
+    assert done.stderr == "latte: --prompt is not UTF-8; give it as text of that encoding\n"
 
 
 def test_a_run_directory_of_another_config(run):

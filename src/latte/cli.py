@@ -306,6 +306,10 @@ def _generate(parser: _Parser, argv: list[str]) -> int:
     if options is None:
         return 0
     _check_sampling(options)
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError("--prompt is not UTF-8; give it as text of that encoding") from None
     from latte.generate import generate_run
 
     texts = generate_run(

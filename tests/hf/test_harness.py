@@ -120,7 +120,7 @@ def test_a_task_that_is_not_there(tmp_path, capsys):
 # --- by position -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["latte_r_swa", "hybrid"])
+@pytest.mark.parametrize("name", ["latte", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_losses_read_in_pieces_are_those_of_the_whole(monkeypatch, name):
     model, rows = make(shape(name)), random_tokens(2, 71)
     monkeypatch.setattr("latte.positions._PIECE", 16)
