@@ -17,6 +17,7 @@ from latte.cli import main
 from latte.config import MeshConfig
 from latte.data.tokenizer import train_sentencepiece
 from latte.errors import UserError
+from latte.hf.export import push
 from latte.hf.folder import INDEX, read_model
 from latte.hf.parity import compare
 from latte.hf.tokenizers import write_tokenizer
@@ -232,6 +233,12 @@ def test_a_difference_is_refused(folder):
     other = eqx.tree_at(lambda m: m.backbone.norm.scale, made.own, replace_fn=lambda x: 1.001 * x)
     with pytest.raises(UserError, match="more than the 1e-04 of rounding: nothing was exported"):
         compare(other, BYTES, made.path)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(folder):
+    """The tests' environment keeps the hub's client off the network."""
+    with pytest.raises(UserError, match="was written, but could not be put on the hub as me/mine"):
+        push(folder("latte").path, "me/mine")
 
 
 def test_tokenizers_read_alike(tmp_path):
