@@ -41,3 +41,4 @@ def server(tmp_path_factory) -> Iterator[Server]:
     yield Server(run_dir, re.findall(r"http://\S+", line)[0])
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
+    process.stdout.close()
