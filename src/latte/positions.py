@@ -78,7 +78,7 @@ def by_position(
     *,
     batch: int = 8,
     advance: Callable[[int], None] = lambda tokens: None,
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Mean loss of tokens at positions 1 to 15, 16 to 31, 32 to 63 and so on up to `length`."""
     edges = [1, *(2**n for n in range(4, 64) if 2**n < length), length + 1]
     nats, counts = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1)
