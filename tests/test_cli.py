@@ -1,6 +1,7 @@
 """The command `latte` as a user meets it: real processes, exit status, one sentence on stderr."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from latte.config import load, settings, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMMANDS = ["train", "eval", "generate", "plan", "data"]
+COMMANDS = ["train", "eval", "generate", "serve", "export", "import", "plan", "data"]
 COMMANDS += [f"data {name}" for name in ("prepare", "tokenizer", "verify", "stats", "show")]
 
 NO_JAX = (
@@ -63,7 +64,7 @@ def test_train_help_shows_every_setting_with_its_value_and_meaning():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("", "no command; there are train, eval, generate, plan, data"),
+        ("", "no command; there are train, eval, generate, serve, export, import, plan, data"),
         ("trian", "unknown command 'trian'; did you mean train?"),
         ("data prepar", "did you mean prepare?"),
         ("train", "--config is missing"),
@@ -87,6 +88,10 @@ def test_train_help_shows_every_setting_with_its_value_and_meaning():
         ("eval --run nowhere --jsn", "did you mean --json?"),
         ("generate --run-dir nowhere --tokens ten", "--tokens: invalid int value: 'ten'"),
         ("generate --run nowhere", "nowhere is no run directory"),
+        ("serve --run nowhere", "nowhere is no run directory"),
+        ("export --run nowhere --out out", "nowhere is no run directory"),
+        ("import --run nowhere", "--from is missing"),
+        ("import --from nowhere --run out", "nowhere is no model's folder"),
     ],
 )
 def test_bad_input_is_one_sentence_at_once(arguments, words):
@@ -113,6 +118,12 @@ def test_bad_sampling(run, arguments, words):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
+
+
+def test_a_prompt_that_is_no_text(run):
+    done = latte("generate", "--run", str(run), "--prompt", os.fsdecode(b"\xff"))
+    assert done.returncode == 2
+    assert done.stderr == "latte: --prompt is not UTF-8; give it as text of that encoding\n"
 
 
 def test_a_run_directory_of_another_config(run):

@@ -17,7 +17,8 @@ FLOORS = [
     {"model", "optim", "metrics", "processes"},
     {"checkpoint", "cost", "plots", "monitor"},
     {"run", "replay"},
-    {"train", "evaluate", "generate", "report", "plan", "hf", "scaling"},
+    {"train", "evaluate", "generate", "report", "plan", "scaling"},
+    {"hf", "serve", "harness", "positions"},
     {"cli", "data_cli"},
     {"__main__", "__init__"},
 ]
@@ -96,6 +97,10 @@ def imports_that_break(module: str, imported: set[str]) -> list[str]:
                 found.append(f"imports {name}: ops knows JAX and jaxtyping only")
         if home == "ops" and top not in {"jax", "jaxtyping", "latte"} | STANDARD:
             found.append(f"imports {name}: ops knows JAX and jaxtyping only")
+        if module.startswith("hf/remote/") and not (
+            name.startswith("latte.hf.remote.") or top in {"torch", "transformers"} | STANDARD
+        ):
+            found.append(f"imports {name}: what goes with a folder knows PyTorch only")
         if top in STORAGE and home not in ("data", "checkpoint", "mirror"):
             found.append(f"imports {name}: only data/, checkpoint and mirror know storage")
     return found
@@ -128,6 +133,8 @@ def test_a_module_keeps_to_its_floor(module):
         ("model", "import jax\njax.sharding.PartitionSpec('data')"),
         ("train", "import jax\njax.make_mesh((2,), ('data',))"),
         ("newcomer", "from latte.model import x"),
+        ("hf/remote/modeling_latte", "from latte.errors import x"),
+        ("hf/remote/modeling_latte", "import numpy"),
     ],
 )
 def test_breaking_a_rule_is_found(module, source):
@@ -144,6 +151,7 @@ def test_breaking_a_rule_is_found(module, source):
         ("checkpoint", "import orbax.checkpoint"),
         ("mesh", "from jax.sharding import PartitionSpec as P\nP('data')"),
         ("cli", "from latte.train import train"),
+        ("hf/remote/modeling_latte", "import torch\nfrom .mixing_latte import latte"),
         ("train", "from latte.mesh import make_mesh\nmake_mesh(8)"),
     ],
 )

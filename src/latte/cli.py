@@ -199,14 +199,81 @@ def _describe(config: Config) -> str:
 
 
 def _eval(parser: Parser, argv: list[str]) -> int:
+    parser.add_argument("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, instead")
+    parser.add_argument("--task-path", metavar="DIR", help="a folder of task files of your own")
+    parser.add_argument("--limit", type=int, help="items of each task; all by default")
+    parser.add_argument(
+        "--max-length", type=int, default=0, help="most tokens of an item; 0 as in training"
+    )
+    parser.add_argument("--batch", type=int, default=8, help="rows at once (%(default)s)")
+    parser.add_argument(
+        "--beside", metavar="DIR", help="an exported folder, to score through transformers too"
+    )
+    parser.add_argument(
+        "--by-position", type=int, metavar="T", help="loss by position up to T tokens, instead"
+    )
     add_json(parser)
     options = _of_run(parser, argv)
     if options is None:
+        return 0
+    for name, least in (("batch", 1), ("max_length", 0)):
+        _check_least(name, getattr(options, name), least)
+    for name in ("limit", "by_position"):
+        _check_least(name, getattr(options, name) or 1, 1)
+    if options.tasks:
+        return _eval_tasks(options)
+    if options.by_position:
+        from latte.positions import positions_of_run
+
+        found = positions_of_run(options.run_dir, options.by_position, batch=options.batch)
+        _print_rows(found, "positions", options.json)
         return 0
     from latte.evaluate import evaluate_run
 
     print_values(evaluate_run(options.run_dir), options.json)
     return 0
+
+
+def _eval_tasks(options: argparse.Namespace) -> int:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        from latte.harness import run_tasks
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is not installed; run `pip install latte-lm[eval]`"
+        ) from None
+
+    found = run_tasks(
+        options.run_dir,
+        options.tasks.split(","),
+        task_path=Path(options.task_path) if options.task_path else None,
+        limit=options.limit,
+        length=options.max_length,
+        batch_size=options.batch,
+        beside=Path(options.beside) if options.beside else None,
+    )
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    for kind in ("tasks", "exported"):
+        for task, scores in found.get(kind, {}).items():
+            print_values({f"{kind} {task} {name}": value for name, value in scores.items()}, False)
+    if "items_that_differ" in found:
+        print_values({"items_that_differ": found["items_that_differ"]}, False)
+    return 0
+
+
+def _print_rows(found: dict[str, Any], rows: str, as_json: bool) -> None:
+    """Prints values of which one is a table."""
+    if as_json:
+        print(json.dumps(found))
+        return
+    table = found.pop(rows)
+    print_values(found, False)
+    print("  ".join(f"{name:>12}" for name in table[0]))
+    for row in table:
+        cells = (f"{v:.5g}" if isinstance(v, float) else str(v) for v in row.values())
+        print("  ".join(f"{cell:>12}" for cell in cells))
 
 
 def _generate(parser: Parser, argv: list[str]) -> int:
@@ -231,6 +298,10 @@ def _generate(parser: Parser, argv: list[str]) -> int:
     if options is None:
         return 0
     _check_sampling(options)
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError("--prompt is not UTF-8; give it as text of that encoding") from None
     from latte.generate import generate_run
 
     texts = generate_run(
@@ -253,14 +324,109 @@ def _generate(parser: Parser, argv: list[str]) -> int:
     return 0
 
 
+def _serve(parser: Parser, argv: list[str]) -> int:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 for a free one (%(default)s)")
+    parser.add_argument(
+        "--slots", type=int, default=16, help="requests that are drawn at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=4096,
+        help="most tokens of a prompt with its continuation (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-requests",
+        type=int,
+        default=256,
+        help="requests in flight above which others are refused (%(default)s)",
+    )
+    options = _of_run(parser, argv)
+    if options is None:
+        return 0
+    for name, least in (("slots", 1), ("max_length", 2), ("max_requests", 1), ("port", 0)):
+        _check_least(name, getattr(options, name), least)
+    try:
+        from latte.serve.app import serve
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is not installed; run `pip install latte-lm[serve]`"
+        ) from None
+
+    serve(
+        options.run_dir,
+        host=options.host,
+        port=options.port,
+        slots=options.slots,
+        room=options.max_length,
+        most=options.max_requests,
+    )
+    return 0
+
+
+def _export(parser: Parser, argv: list[str]) -> int:
+    parser.add_argument("--out", metavar="DIR", help="the folder to write; it must not be there")
+    parser.add_argument(
+        "--push-to-hub", metavar="NAME", help="put it on the Hugging Face Hub, as USER/MODEL"
+    )
+    parser.add_argument(
+        "--licence", default="apache-2.0", help="of the weights, for the card (%(default)s)"
+    )
+    parser.add_argument(
+        "--shard-bytes", type=int, default=4_000_000_000, help="most bytes a file (%(default)s)"
+    )
+    add_json(parser)
+    options = _of_run(parser, argv)
+    if options is None:
+        return 0
+    if options.out is None:
+        raise UserError("--out is missing; name the folder to write")
+    _check_least("shard_bytes", options.shard_bytes, 1)
+    from latte.hf.export import export, push
+
+    out = Path(options.out)
+    found = export(options.run_dir, out, licence=options.licence, shard_bytes=options.shard_bytes)
+    if options.push_to_hub:
+        found["pushed"] = push(out, options.push_to_hub)
+    print_values(found, options.json)
+    return 0
+
+
+def _import(parser: Parser, argv: list[str]) -> int:
+    parser.add_argument("--from", dest="folder", metavar="DIR", help="a folder for transformers")
+    _add_run_dir(parser, "the run directory to make; it must not be there")
+    add_json(parser)
+    options, rest = parser.parse_known_args(argv)
+    if options.help:
+        print(parser.format_help(), end="")
+        return 0
+    if rest:
+        near = parser.nearest_flag(rest[0]) or f"; see `{parser.prog} --help`"
+        raise UserError(f"unknown argument {rest[0]!r}{near}")
+    for name, value in (("--from", options.folder), ("--run", options.run_dir)):
+        if value is None:
+            raise UserError(f"{name} is missing; see `{parser.prog} --help`")
+    folder = Path(options.folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is no model's folder: it has no config.json")
+    from latte.hf.imports import import_folder
+
+    print_values(import_folder(folder, Path(options.run_dir)), options.json)
+    return 0
+
+
 def _check_sampling(options: argparse.Namespace) -> None:
     for name, least in (("tokens", 1), ("batch", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        value = getattr(options, name)
-        if not value >= least:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {value}, but it must be at least {least}")
+        _check_least(name, getattr(options, name), least)
     if not 0 < options.top_p <= 1:
         raise UserError(f"--top-p is {options.top_p}, but it must be above 0 and at most 1")
+
+
+def _check_least(name: str, value: float | int, least: int) -> None:
+    if not value >= least:
+        flag = name.replace("_", "-")
+        raise UserError(f"--{flag} is {value}, but it must be at least {least}")
 
 
 def _of_run(parser: Parser, argv: list[str]) -> argparse.Namespace | None:
@@ -316,6 +482,9 @@ _COMMANDS = {
     "train": (_train, "train a model, or go on with a run that was stopped"),
     "eval": (_eval, "the held-out loss of a run's newest checkpoint"),
     "generate": (_generate, "text from a run's newest checkpoint"),
+    "serve": (_serve, "a run behind the OpenAI protocol, completions and chat"),
+    "export": (_export, "a run's newest checkpoint as a folder for Hugging Face transformers"),
+    "import": (_import, "a run directory of a folder for Hugging Face transformers"),
     "plan": (_plan, "what a run would take on a slice of TPUs, with none at hand"),
     "data": (_data, "prepare corpora and look at them"),
 }

@@ -146,15 +146,39 @@ def generate(
         UserError: the model has learned positions, and fewer than the text would need.
     """
     ids = [[tokenizer.separator, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
+    end = tokenizer.separator
+    for drawn in generate_ids(
+        model, ids, tokens=tokens, sampling=sampling, end=end, vocab=tokenizer.vocab_size, seed=seed
+    ):
+        yield [tokenizer.decode_bytes([i for i in row if i != end]) for row in drawn.tolist()]
+
+
+def generate_ids(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tokens: int,
+    sampling: Sampling,
+    end: int,
+    vocab: int,
+    seed: int = 0,
+) -> Iterator[Int[np.ndarray, "B some"]]:
+    """`generate` for prompts that are tokens already, at least one each.
+
+    Yields the next tokens of every row; one that has ended repeats `end`. No token of `vocab` or
+    above is drawn.
+
+    Raises:
+        UserError: as `generate`.
+    """
     config = model.backbone.config
-    needed = max(map(len, ids)) + tokens
+    needed = max(map(len, prompts)) + tokens
     if config.position == "learned" and needed > config.max_length:
         raise UserError(
             f"the text would reach {needed} tokens, but the model has {config.max_length} learned "
             f"positions; ask for at most {tokens - needed + config.max_length} tokens"
         )
-    rows, segment_ids = _pad_left(ids)
-    end, vocab = tokenizer.separator, tokenizer.vocab_size
+    rows, segment_ids = _pad_left(prompts)
     room = rows.shape[1] + -(-tokens // _STRIDE) * _STRIDE
     drawing = prefill(model, rows, segment_ids, room=room, vocab=vocab)
     key = jax.random.key(seed)
@@ -168,8 +192,7 @@ def generate(
             end=end,
             vocab=vocab,
         )
-        drawn = np.asarray(drawn)[:, : tokens - start]
-        yield [tokenizer.decode_bytes([i for i in row if i != end]) for row in drawn.tolist()]
+        yield np.asarray(drawn)[:, : tokens - start]
         if np.asarray(drawing.ended).all():
             return
 

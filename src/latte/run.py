@@ -62,8 +62,14 @@ def start_run(config: Config, run_dir: Path, store: TokenStore) -> None:
         (run_dir / "manifest.json").write_text(store.manifest.to_json(), encoding="utf-8")
     elif path.read_text(encoding="utf-8") == text:
         return
+    write_config(config, run_dir)
+
+
+def write_config(config: Config, run_dir: Path) -> None:
+    """Writes the config of a run directory, whole or not at all."""
+    path = run_dir / "config.json"
     with open(path.with_suffix(".partial"), "w", encoding="utf-8") as file:
-        file.write(text)
+        file.write(to_json(config))
         file.flush()
         os.fsync(file.fileno())
     os.replace(file.name, path)

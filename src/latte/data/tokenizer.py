@@ -90,6 +90,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     It is exact if the model has byte fallback and normalises nothing, as those trained here do. The
     separator is the model's <s>, else its </s>, else one id more than the model has.
+
+    serialized: the model itself, as sentencepiece stores it.
     """
 
     def __init__(self, model: bytes):
@@ -98,7 +100,7 @@ class SentencePieceTokenizer(Tokenizer):
         Raises:
           UserError: `model` is not a sentencepiece model.
         """
-        self._model = model
+        self.serialized = model
         self._pieces = sentencepiece.SentencePieceProcessor()
         try:
             self._pieces.LoadFromSerializedProto(model)
@@ -139,7 +141,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._pieces.decode([token for token in numbers if token != self.separator]).encode()
 
     def files(self) -> dict[str, bytes]:
-        return {"tokenizer.model": self._model}
+        return {"tokenizer.model": self.serialized}
 
 
 class HubTokenizer(Tokenizer):
@@ -191,10 +193,11 @@ class HubTokenizer(Tokenizer):
 
 _KINDS = {
     "tokenizer.model": SentencePieceTokenizer,
-    "tokenizer.json": HubTokenizer,
     "tokenizer.txt": lambda content: ByteTokenizer(),
+    "tokenizer.json": HubTokenizer,
 }
-"""What makes a tokenizer of the content of each file."""
+"""What makes a tokenizer of the content of each file; exported folders have a tokenizer.json too,
+which is transformers' form of the other."""
 
 
 def read_tokenizer(read: Callable[[str], bytes | None], where: object) -> Tokenizer:

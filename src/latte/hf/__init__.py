@@ -1,0 +1,1 @@
+"""To and from Hugging Face: folders that transformers loads, and back."""
