@@ -7,6 +7,8 @@ A record is {"text": …, "meta": …}. Its subset is the field of `meta` whose 
 import gzip
 import io
 import json
+import shutil
+import tempfile
 import zlib
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -210,16 +212,18 @@ def _parquet(file: ByteStream, note, known: Collection[str]) -> Iterator[Record 
         import pyarrow.parquet
     except ImportError as error:
         raise UserError("parquet needs pyarrow: pip install 'latte-lm[prepare]'") from error
-    # Its index is at the end, so that it is read whole, a part of a corpus as it is.
-    content = Read(file, note).readall() or b""
-    try:
-        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content))
-        columns = [name for name in ("text", "meta") if name in table.schema_arrow.names]
-        line = 0
-        for batch in table.iter_batches(batch_size=256, columns=columns):
-            for record in batch.to_pylist():
-                line += 1
-                yield _check(line, record.get("text"), record.get("meta"), known)
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        words = " ".join(str(error).split())[:100]
-        yield Bad(0, f"the parquet file is damaged or truncated ({words})")
+    with tempfile.TemporaryFile() as copy:
+        # Its index is at the end: it is on the disk whole before the first record is read.
+        shutil.copyfileobj(io.BufferedReader(Read(file, note), _BLOCK), copy, _BLOCK)
+        copy.seek(0)
+        try:
+            table = pyarrow.parquet.ParquetFile(copy)
+            columns = [name for name in ("text", "meta") if name in table.schema_arrow.names]
+            line = 0
+            for batch in table.iter_batches(batch_size=256, columns=columns):
+                for record in batch.to_pylist():
+                    line += 1
+                    yield _check(line, record.get("text"), record.get("meta"), known)
+        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+            words = " ".join(str(error).split())[:100]
+            yield Bad(0, f"the parquet file is damaged or truncated ({words})")
