@@ -26,7 +26,7 @@ exit "${PLAN_STATUS:-0}"
 def checkout(tmp_path_factory) -> Path:
     """A copy of this repository's files, tracked by a git of its own."""
     root = tmp_path_factory.mktemp("checkout")
-    for name in ("src", "configs", "launch"):
+    for name in ("src", "configs", "data", "launch"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("requirements*.txt"), *ROOT.glob("*.toml"), ROOT / ".gitignore"):
         shutil.copyfile(path, root / path.name)
