@@ -197,16 +197,20 @@ def largest_error(found: tuple, defined: tuple) -> float:
     return max(error(a, b) for a, b in pairs)
 
 
-def moved(arrays: list[Array], y: Array, what: str) -> int:
-    """Bytes that must move: inputs and output once; backward the inputs, the cotangent and the
-    gradients too."""
-    inputs = sum(a.nbytes for a in arrays)
-    return inputs + y.nbytes if what == "forward" else 3 * inputs + 2 * y.nbytes
+def floors(
+    inputs: int, output: int, flops: float, what: str, rates: tuple[float, float]
+) -> tuple[float, float]:
+    """Milliseconds of a copy of the bytes that must move, and of a product for the arithmetic.
+
+    Forward inputs and output move once; backward the inputs, the cotangent and the gradients too.
+    `rates` are bytes and operations a second, `flops` those of the forward pass.
+    """
+    forward = what == "forward"
+    least = inputs + output if forward else 3 * inputs + 2 * output
+    return 1e3 * least / rates[0], 1e3 * flops * (1 if forward else 3) / rates[1]
 
 
-def measure(
-    case: Case, defined: dict, copied: float, multiplied: float, calls: int
-) -> Iterator[Row]:
+def measure(case: Case, defined: dict, rates: tuple[float, float], calls: int) -> Iterator[Row]:
     """Checks a case against its definition, then times it. `defined` holds what that gave."""
     y = jax.eval_shape(case.function, *case.arrays)
     cotangent = random(y.shape)[0].astype(y.dtype)
@@ -218,16 +222,18 @@ def measure(
     error = largest_error(ours["step"](*given), defined[case.op])
     if not error < TOLERANCE:
         raise SystemExit(f"{case.op} {case.impl} T={case.length}: wrong by {error:.1e}")
+    inputs = sum(a.nbytes for a in case.arrays)
     for what, function in ours.items():
         memory = function.memory_analysis()
+        copy_ms, product_ms = floors(inputs, cotangent.nbytes, case.flops, what, rates)
         yield Row(
             case.op,
             case.impl,
             case.length,
             what,
             ms=milliseconds(function, *given, calls=calls),
-            memory_ms=1e3 * moved(case.arrays, cotangent, what) / copied,
-            product_ms=1e3 * case.flops * (1 if what == "forward" else 3) / multiplied,
+            memory_ms=copy_ms,
+            product_ms=product_ms,
             temp_bytes=memory.temp_size_in_bytes if memory else 0,
             error=error,
         )
@@ -241,11 +247,8 @@ def measure_peer(
     if not error < TOLERANCE:
         raise SystemExit(f"{peer.name} T={length}: wrong by {error:.1e}")
     for what, ms, inputs, output in peers.times(peer, TOKENS // length, length, calls):
-        least = inputs + output if what == "forward" else 3 * inputs + 2 * output
-        product_ms = 1e3 * flops * (1 if what == "forward" else 3) / rates[1]
-        yield Row(
-            peer.op, peer.name, length, what, ms, 1e3 * least / rates[0], product_ms, 0, error
-        )
+        copy_ms, product_ms = floors(inputs, output, flops, what, rates)
+        yield Row(peer.op, peer.name, length, what, ms, copy_ms, product_ms, 0, error)
 
 
 def draw(rows: list[Row], out: Path) -> None:
@@ -278,16 +281,15 @@ def show(row: Row) -> None:
     )
 
 
-def measure_all(options: argparse.Namespace, copied: float, multiplied: float) -> Iterator[Row]:
+def measure_all(options: argparse.Namespace, rates: tuple[float, float]) -> Iterator[Row]:
     others = peers.peers(HEADS, 64, SIZE, WIDTH) if peers.available() else {}
     for length, name in itertools.product(options.lengths, options.ops):
         defined: dict = {}
         for case in CASES[name](length):
             if case.impl in options.impls or (case.impl == "reference" and options.scan):
-                yield from measure(case, defined, copied, multiplied, options.calls)
+                yield from measure(case, defined, rates, options.calls)
         if name in others:
             flops = FLOPS * 64 if name == "latte" else 0.0
-            rates = copied, multiplied
             yield from measure_peer(others[name], length, flops, rates, options.calls)
 
 
@@ -306,7 +308,7 @@ def main() -> None:
     copied, multiplied, rows = copy_rate(options.calls), product_rate(options.calls), []
     print(f"copies at {copied / 1e9:.0f} GB/s, multiplies at {multiplied / 1e12:.0f} TFLOP/s")
     try:
-        for row in measure_all(options, copied, multiplied):
+        for row in measure_all(options, (copied, multiplied)):
             rows.append(row)
             show(row)
     finally:

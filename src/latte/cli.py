@@ -42,6 +42,21 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see `{self.prog} --help`")
 
+    def options(self, argv: list[str]) -> argparse.Namespace | None:
+        """The options of a command that takes no settings; None once help is shown.
+
+        Raises:
+            UserError: an argument is not known.
+        """
+        options, rest = self.parse_known_args(argv)
+        if options.help:
+            print(self.format_help(), end="")
+            return None
+        if rest:
+            near = self.nearest_flag(rest[0]) or f"; see `{self.prog} --help`"
+            raise UserError(f"unknown argument {rest[0]!r}{near}")
+        return options
+
     def nearest_flag(self, word: str) -> str:
         """The option that `word` nearly spells, as the end of a sentence; may be empty."""
         flags = [flag for action in self._actions for flag in action.option_strings]
@@ -397,13 +412,9 @@ def _import(parser: Parser, argv: list[str]) -> int:
     parser.add_argument("--from", dest="folder", metavar="DIR", help="a folder for transformers")
     _add_run_dir(parser, "the run directory to make; it must not be there")
     add_json(parser)
-    options, rest = parser.parse_known_args(argv)
-    if options.help:
-        print(parser.format_help(), end="")
+    options = parser.options(argv)
+    if options is None:
         return 0
-    if rest:
-        near = parser.nearest_flag(rest[0]) or f"; see `{parser.prog} --help`"
-        raise UserError(f"unknown argument {rest[0]!r}{near}")
     for name, value in (("--from", options.folder), ("--run", options.run_dir)):
         if value is None:
             raise UserError(f"{name} is missing; see `{parser.prog} --help`")
@@ -432,13 +443,9 @@ def _check_least(name: str, value: float | int, least: int) -> None:
 def _of_run(parser: Parser, argv: list[str]) -> argparse.Namespace | None:
     """The options of a command that reads a run; None once help is shown."""
     _add_run_dir(parser, "the run's directory")
-    options, rest = parser.parse_known_args(argv)
-    if options.help:
-        print(parser.format_help(), end="")
+    options = parser.options(argv)
+    if options is None:
         return None
-    if rest:
-        near = parser.nearest_flag(rest[0]) or f"; see `{parser.prog} --help`"
-        raise UserError(f"unknown argument {rest[0]!r}{near}")
     if options.run_dir is None:
         raise UserError(f"--run is missing; see `{parser.prog} --help`")
     options.run_dir = folder_of(options.run_dir)

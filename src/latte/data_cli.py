@@ -209,13 +209,9 @@ def _of_store(parser: Parser, argv: list[str]) -> argparse.Namespace | None:
     """The options of a command that reads a store; None once help is shown."""
     parser.add_argument("store", nargs="?", metavar="STORE", help="its folder, or gs:// or s3://")
     add_json(parser)
-    options, rest = parser.parse_known_args(argv)
-    if options.help:
-        print(parser.format_help(), end="")
+    options = parser.options(argv)
+    if options is None:
         return None
-    if rest:
-        near = parser.nearest_flag(rest[0]) or f"; see `{parser.prog} --help`"
-        raise UserError(f"unknown argument {rest[0]!r}{near}")
     if options.store is None:
         raise UserError(f"STORE is missing; see `{parser.prog} --help`")
     return options
